@@ -12,28 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf.launch.command_line import with_flags
 from rlhf.stages.evaluation import run_folder
 from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "run": {"help": "run folder"},
-    "--update": {"type": int, "required": True, "metavar": "N", "help": "number of the update, from 1"},
-    "--out": {"type": Path, "metavar": "FILE", "help": "default: <run>-<update>.safetensors"},
-    "--no-weights": {
-        "action": "store_true",
-        "help": "leave out weights and optimizer: no replay of the update",
-    },
-    "--no-texts": {"action": "store_true", "help": "leave out texts: no replay of the rewards"},
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
-    does = "Repeat one update of a run, and write all that it computes to one file."
-    with with_flags("bundle", does, _ARGUMENTS, arguments) as options:
+    with with_flags("bundle", arguments) as options:
         folder, update = run_folder(options.run), options.update
         out = options.out or Path(f"{folder.path.absolute().name}-{update}.safetensors")
         say_loading()
@@ -45,11 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             None: "repeated; metrics.jsonl has no row of it",
         }
         outcome = said.get(same, "repeated with OTHER metrics than those in metrics.jsonl")
+        weights = "" if options.no_weights else " and weights"
         show(f"{out}: update {update}, {outcome}; {out.stat().st_size / 2**20:.1f} MiB")
-        show(
-            "the file contains the prompts and responses of the update"
-            + " and weights" * (not options.no_weights)
-        )
+        show(f"the file contains the prompts and responses of the update{weights}")
 
 
 if __name__ == "__main__":

@@ -13,27 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rlhf.launch.command_line import with_flags
 from rlhf.stages.evaluation import run_folder
 from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "a": {"type": Path, "help": "a bundle, or a run folder"},
-    "b": {"type": Path, "help": "another one of the same kind"},
-    "--json": {"action": "store_true", "help": "print the differences as JSON"},
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
-    does = "Name the first number in which two updates differ, in the order of the computation."
-    with with_flags("diff", does, _ARGUMENTS, arguments) as options, TemporaryDirectory() as scratch:
+    with with_flags("diff", arguments) as options, TemporaryDirectory() as scratch:
         if not options.json:
             say_loading()
-        from rlhf.referee.diff import bundles_of, differences, report
-        from rlhf.referee.replay import load
+        from rlhf.referee.replay import bundles_of, differences, load, report
 
         files = [options.a, options.b]
         if any(path.is_dir() for path in files):

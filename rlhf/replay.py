@@ -12,30 +12,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rlhf.launch.command_line import with_flags
 from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "bundle": {"type": Path, "help": "a file of rlhf.bundle"},
-    "--only": {"choices": ("rewards", "update"), "default": "", "help": "compute one of them"},
-    "--prompt": {"type": int, "metavar": "N", "help": "compare one prompt of the batch, from 1"},
-    "--trust": {"action": "store_true", "help": "let the file name code and addresses"},
-    "--json": {"action": "store_true", "help": "print the differences as JSON"},
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
-    does = "Compute the update of a bundle again, and name the first number that differs."
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing that a bundle names is fetched
-    with with_flags("replay", does, _ARGUMENTS, arguments) as options:
+    with with_flags("replay", arguments) as options:
         if not options.json:
             say_loading()
-        from rlhf.referee.diff import differences, report
-        from rlhf.referee.replay import load, replay, row_of
+        from rlhf.referee.replay import differences, load, replay, report, row_of
 
         given = load(options.bundle)
         row = row_of(given, options.prompt)

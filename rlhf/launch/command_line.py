@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -268,20 +269,19 @@ def exit_codes() -> Iterator[None]:
 
 
 @contextmanager
-def with_flags(
-    module: str, does: str, arguments: Mapping[str, dict[str, Any]], given: Sequence[str] | None
-) -> Iterator[Namespace]:
-    """Parse the flags of a command that has no overrides, and turn errors of the block into exit codes.
+def with_flags(command: str, given: Sequence[str] | None) -> Iterator[Namespace]:
+    """Parse the flags of a command of flags.yaml, and turn errors of the block into exit codes.
 
     Args:
-        module: the module of the command in this package.
-        does: description for `--help`.
-        arguments: name of each argument -> keyword arguments of `ArgumentParser.add_argument`.
+        command: the command, a module of this package.
         given: the arguments; None: those of the command line.
     """
     prepare_output()
-    parser = ArgumentParser(prog=f"python -m rlhf.{module}", description=does, allow_abbrev=False)
-    for name, options in arguments.items():
+    table = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8"))[command]
+    parser = ArgumentParser(prog=f"python -m rlhf.{command}", description=table["does"], allow_abbrev=False)
+    parser.register("type", "path", Path)
+    parser.register("type", "int", int)
+    for name, options in table["arguments"].items():
         parser.add_argument(name, **options)
     parsed = parser.parse_args(given)
     set_environment()

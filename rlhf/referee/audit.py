@@ -12,16 +12,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.core.errors import UserError
 from rlhf.core.metrics import selected
 from rlhf.referee import recipe as recipes
 from rlhf.referee.file import BatchFile, Missing
-from rlhf.referee.mistakes import Row, moved, rows, twisted, varied
-from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, by_micro_batch
+from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, Row, by_micro_batch, moved
 
 _ENOUGH = 2**16  # tokens that are enough to try mistakes
 
@@ -46,7 +47,7 @@ def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Find
         UserError: a claim has a wrong value.
     """
     recipe = Recipe.of(file)
-    findings = [*_mask(file), *_logprobs(file)]
+    findings = [_mask(file), *_logprobs(file)]
     for name, row in TABLE["stages"].items():
         if file.pairs != (name == "pairs") or row.get("if", "logprobs") not in file:
             continue
@@ -84,12 +85,11 @@ class _Stage:
         self.row = TABLE["stages"][name]
         targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
         target = next((each for each in targets if each in file), targets[0])
-        self.found = file[target]
+        self.found, self.size = file[target], 0.0
+        self.rows: Tensor | slice = slice(None)  # on which mistakes are tried
         self.base = self.compute(file, recipe)
         gradient = self.base.whole[1]
         self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
-        self.rows: Tensor | None = None
-        self.size = 0.0
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
         if self.by_token:
@@ -100,18 +100,19 @@ class _Stage:
                 some = max(4, _ENOUGH // self.found.shape[1])
                 self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
 
-    def compute(self, file: BatchFile, recipe: Recipe, some: bool = False) -> Parts:
-        """Return what a recipe gives; with `some`, only of the rows on which mistakes are tried."""
-        return recipes.parts(self.name, file, recipe, self.rows if some else None)
+    def compute(self, file: BatchFile, recipe: Recipe) -> Parts:
+        """Return what a recipe gives for the rows on which mistakes are tried."""
+        return recipes.parts(self.name, file, recipe, self.rows)
 
     def numbers(self, parts: Parts) -> Tensor:
         """Return what is compared with the numbers of the file."""
         return parts.whole[1] if self.by_token else by_micro_batch(self.file["micro_batch"], parts.whole[0])
 
-    def off(self, parts: Parts, some: bool = False) -> float:
+    def off(self, parts: Parts) -> float:
         """Return how far numbers are from those of the file, relative to the larger of the two."""
         expected, found = self.numbers(parts), self.found
-        found = found[self.rows] if some and self.rows is not None else found
+        if len(expected) < len(found):
+            found = found[self.rows]
         if found.shape != expected.shape or not expected.isfinite().all():
             return math.inf
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
@@ -119,24 +120,19 @@ class _Stage:
 
     def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
         """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
-        base = self.compute(self.file, recipe, some=True)
+        base, own = self.compute(self.file, recipe), self.row["term"]
         for term, text, change in table:
-            if (given := twisted(self.file, recipe, change)) is None:
+            if (given := recipes.twisted(self.file, recipe, change)) is None:
                 continue
             try:
-                parts = self.compute(*given, some=True)
+                parts = self.compute(*given)
             except (Missing, RuntimeError, TypeError):  # a tensor is missing or of another kind, or an option
                 continue
             pairs = zip(Parts._fields, parts, base, strict=True)
             changed = {name for name, x, y in pairs if not torch.equal(x, y)}
             if changed or unchanged:
-                yield _Case(
-                    term if self.row["term"] == "loss" else self.row["term"],
-                    text.format(**vars(recipe)),
-                    given[1],
-                    parts,
-                    changed,
-                )
+                text = text.format(**vars(recipe))
+                yield _Case(term if own == "loss" else own, text, given[1], parts, changed)
 
     def findings(self, own: list[Row]) -> list[Finding]:
         """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
@@ -165,8 +161,8 @@ class _Stage:
 
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
-        cases = self.cases(found[0], varied(self.name, found[0]), unchanged=True)
-        return found + [case.recipe for case in cases if self.off(case.parts, some=True) < self.within]
+        cases = self.cases(found[0], recipes.varied(self.name, found[0]), unchanged=True)
+        return found + [case.recipe for case in cases if self.off(case.parts) < self.within]
 
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
         """Return terms and words of the mistakes that give the numbers of the file; [] if none does."""
@@ -174,19 +170,19 @@ class _Stage:
         if factor and not general:
             return [("reduction", factor)]
         cases = []
-        for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
-            if self.off(case.parts, some=True) < self.within:
+        for case in self.cases(self.recipe, [*own, *recipes.rows(self.name, self.recipe)]):
+            if self.off(case.parts) < self.within:
                 return [(case.term, case.text)]
             cases.append(case)
         if factor:
             return [("reduction" if self.size else self.name, factor)]
         for case in cases:
-            if self.rows is None and (factor := self.factor(case.parts)[0]):
+            if isinstance(self.rows, slice) and (factor := self.factor(case.parts)[0]):
                 return [(case.term, case.text), ("reduction", factor)]
         for a, b in combinations(cases, 2):
             if not a.changed & b.changed:
                 mixed = a.parts._replace(**{name: getattr(b.parts, name) for name in b.changed})
-                if self.off(mixed, some=True) < self.within:
+                if self.off(mixed) < self.within:
                     first = a if "policy" in a.changed or "weight" in b.changed else b
                     return [(case.term, case.text) for case in (first, b if first is a else a)]
         return []
@@ -199,22 +195,22 @@ class _Stage:
         expected, micro = self.numbers(parts), self.file["micro_batch"] * bool(self.size)
         if not self.by_token or expected.shape != self.found.shape:
             return "", False
-        squares = by_micro_batch(micro, expected.square())
-        factors = by_micro_batch(micro, self.found * expected) / squares
-        rest = self.found - factors.nan_to_num()[micro, None] * expected
+        squares, products = (by_micro_batch(micro, expected * x) for x in (expected, self.found))
+        factors = (products / squares).nan_to_num()
         kept = factors[(squares > 0) & (factors.abs() > self.within)]
+        rest = self.found - factors[micro, None] * expected
         if not len(kept) or not float(rest.norm()) < self.within * float(self.found.norm()):
             return "", False
         if float(kept.max() - kept.min()) > 10 * self.within * float(kept.abs().max()):
             return "", False
-        lost = [str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within]
         value, count = float(kept[0]), len(factors)
+        lost = ", ".join(str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within)
         if lost and abs(value - 1) < self.within:
-            return f"the micro-batches {', '.join(lost)} of {count} are lost", False
+            return f"the micro-batches {lost} of {count} are lost", False
         for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
             if count > 1 and not lost and abs(value / usual - 1) < self.within:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
-        also = f", and the micro-batches {', '.join(lost)} are lost" if lost else ""
+        also = f", and the micro-batches {lost} are lost" if lost else ""
         return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
 
     def reported(self, parts: Parts) -> str:
@@ -231,17 +227,13 @@ class _Stage:
 
     def words(self, found: list[Recipe]) -> str:
         """Return settings in words, and those that differ between the recipes as not determined."""
-        first, shown, unknown = found[0], [], []
-        unused = {"kl", "kl_times_ratio"} if not first.kl_coef else set()
-        if (self.name == "advantages") != (first.kl_in == "reward"):
-            unused |= {"kl", "kl_times_ratio", "kl_coef"}
-        unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
-        unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
-        unused |= {"dual_clip"} if first.surrogate != "clip" else set()
-        unused |= {"scale", "std", "std_eps"} if first.advantage == "gae" else set()
+        first, shown, unknown, hidden = found[0], [], [], set()
+        for settings, keys in self.row.get("hidden", []):
+            if all(getattr(first, key) in values for key, values in settings.items()):
+                hidden |= {*keys}
         for key in self.row["shown"]:
             values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
-            if key in unused:
+            if key in hidden:
                 continue
             if len(values) > 1:
                 unknown.append(f"{key} ({', '.join(values)})")
@@ -263,18 +255,15 @@ class _Stage:
 
     def identified(self) -> list[Recipe]:
         """Return the recipes that give the numbers of the file."""
-        keys = TABLE["identified"].get(self.name, [])
-        bases = self.shaped() if self.name == "advantages" else [self.recipe]
         tried: Iterable[Recipe] = self.losses()
         if self.name != "loss":
-            values = product(bases, *(SETTINGS[key][2] for key in keys))
-            tried = (
-                b.changed(**dict(zip(keys, each, strict=True))) for b, *each in values if "given" not in each
-            )
+            bases = self.shaped() if self.name == "advantages" else [self.recipe]
+            changes = ((base, change) for base in bases for *_, change in recipes.varied(self.name, base))
+            tried = [*bases, *(base.changed(**change) for base, change in changes)]
         near: list[tuple[Recipe, str]] = []
         for each in tried:
             with suppress(Missing):
-                if self.off(parts := self.compute(self.file, each)) < self.within:
+                if self.off(parts := recipes.parts(self.name, self.file, each)) < self.within:
                     near.append((each, self.reported(parts)))
         return [each for each, wrong in near if not wrong] or [each for each, _ in near]
 
@@ -285,8 +274,8 @@ class _Stage:
         for kl in ("k1", "k2", "k3") if "ref_logprobs" in self.file and "all_rewards" in self.file else ():
             given = plain.changed(kl_coef=1.0, kl=kl)
             a, b = (self.numbers(self.compute(self.file, each)).flatten() for each in (plain, given))
-            parts = torch.stack([a, b - a], 1)
-            scale, coef = torch.linalg.lstsq(parts, self.found.flatten()).solution.tolist()
+            fit = torch.linalg.lstsq(torch.stack([a, b - a], 1), self.found.flatten())
+            scale, coef = fit.solution.tolist()
             if abs(coef) > self.within * abs(scale):
                 found.append(given.changed(kl_coef=float(f"{coef / scale:.4g}")))
         return found
@@ -294,36 +283,32 @@ class _Stage:
     def losses(self) -> Iterator[Recipe]:
         """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
         none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
-        tried = [none.changed(surrogate="reinforce", ratio="one")]
+        known = product(("k3", "k1", "k2"), (False, True)) if "ref_logprobs" in self.file else ()
+        kls: list[dict[str, Any]] = [{"kl": kl, "kl_times_ratio": by, "kl_coef": 1.0} for kl, by in known]
+        found, zero = self.found[self.rows], torch.zeros(())
+        size = self.within * float(found.norm())
         for level in SETTINGS["ratio"][2]:
-            for low, high in [*TABLE["identified"]["clips"], *self.bounds(level)]:
-                clipped = none.changed(ratio=level, clip_low=low, clip_high=high)
-                tried += [clipped, clipped.changed(surrogate="cispo"), clipped.changed(dual_clip=3.0)]
-        kls = [{"kl": k, "kl_times_ratio": by} for k, by in product(("k3", "k1", "k2"), (False, True))]
-        terms: list[tuple[Recipe, Parts]] = []
-        for each in tried:
-            terms.append((each, self.compute(self.file, each, some=True)))
-            for kl in kls if "ref_logprobs" in self.file else ():
-                given = each.changed(**kl, kl_coef=1.0)
-                terms.append((given, self.compute(self.file, given, some=True)))
-        found = self.found if self.rows is None else self.found[self.rows]
-        for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
-            shape = {"reduction": reduction, "over": over}
-            try:
-                weight = recipes.weights(self.file, self.recipe.changed(**shape))
-            except Missing:
-                continue
-            weight = weight if self.rows is None else weight[self.rows]
-            for given, parts in terms:
-                rest, coef = found - self.numbers(Parts(parts.policy, torch.zeros(()), weight)), 0.0
-                if given.kl_coef:  # the coefficient that fits best
-                    part = self.numbers(Parts(torch.zeros(()), parts.penalty, weight))
-                    coef = float((rest * part).sum() / part.square().sum().clamp(min=1e-30))
-                    rest = rest - coef * part
-                    if abs(coef) * float(part.norm()) < self.within * float(found.norm()):
-                        continue
-                if float(rest.norm()) < self.within * (float(found.norm()) if self.by_token else self.size):
-                    yield given.changed(**shape, kl_coef=float(f"{coef:.4g}"))
+            base, bounds = none.changed(ratio=level), [*TABLE["clips"], *self.bounds(level)]
+            kinds: list[dict[str, Any]] = [{}, {"surrogate": "cispo"}, {"dual_clip": 3.0}]
+            tried = [base.changed(clip_low=a, clip_high=b, **kind) for (a, b), kind in product(bounds, kinds)]
+            tried += [base.changed(surrogate="reinforce")] * (level == "one")
+            policies = [(each, self.compute(self.file, each).policy) for each in tried]
+            penalties = [self.compute(self.file, base.changed(**kl)).penalty for kl in ({}, *kls)]
+            for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
+                shape = {"reduction": reduction, "over": over}
+                try:
+                    weight = recipes.weights(self.file, self.recipe.changed(**shape))[self.rows]
+                except Missing:
+                    continue
+                parts = [self.numbers(Parts(zero, penalty, weight)) for penalty in penalties]
+                for each, policy in policies:
+                    gap = found - self.numbers(Parts(policy, zero, weight))
+                    for kl, part in zip(({}, *kls), parts, strict=True):
+                        coef = float((gap * part).sum() / part.square().sum().clamp(min=1e-30))  # fits best
+                        rest, missing = gap - coef * part, kl and abs(coef) * float(part.norm()) < size
+                        limit = size if self.by_token else self.within * self.size
+                        if not missing and float(rest.norm()) < limit:
+                            yield each.changed(**shape, **{**kl, "kl_coef": float(f"{coef:.4g}")})
 
     def bounds(self, level: str) -> list[tuple[float, float]]:
         """Return clip_low and clip_high between ratios with and without a gradient, if the loss has no KL."""
@@ -331,21 +316,20 @@ class _Stage:
         u = recipes.log_ratio(file, self.recipe, file["logprobs"], level).exp().expand(mask.shape)[mask]
         a = file["advantages"].view(len(mask), -1).expand(mask.shape)[mask]
         gradient = self.found[mask] if self.by_token else a
-        clipped, above, below = (gradient == 0) & (a != 0), (a > 0) & (u > 1), (a < 0) & (u < 1)
-        if not clipped.any() or (clipped & ~above & ~below).any():
+        clipped, beyond, found = (gradient == 0) & (a != 0), (u - 1) * a.sign(), []
+        if not clipped.any() or (clipped & (beyond <= 0)).any():
             return []
-        low, high = 1.0, 1e9
-        if (cut := u[above & clipped]).numel():
-            high = float(cut.min() + max(u[above & ~clipped].tolist(), default=1.0)) / 2 - 1
-        if (cut := u[below & clipped]).numel():
-            low = 1 - float(cut.max() + min(u[below & ~clipped].tolist(), default=1.0)) / 2
-        return [(float(f"{low:.2g}"), float(f"{high:.2g}"))]
+        for sign, none in ((-1, 1.0), (1, 1e9)):
+            side = (a.sign() == sign) & (beyond > 0)
+            cut, free = beyond[side & clipped].tolist(), beyond[side & ~clipped].tolist()
+            found.append(float(f"{(min(cut) + max(free, default=0.0)) / 2:.2g}") if cut else none)
+        return [(found[0], found[1])]
 
 
 # -- mask, log-probs and norms ---------------------------------------------------------------------------
 
 
-def _mask(file: BatchFile) -> Iterator[Finding]:
+def _mask(file: BatchFile) -> Finding:
     """Compare the mask with the token ids: prompt, padding, end token, first token, gaps."""
     mask, none = file.mask, torch.zeros_like(file.mask)
     messages, prompt = file.get("environment_mask", none), file.get("prompt_positions", none)
@@ -360,39 +344,32 @@ def _mask(file: BatchFile) -> Iterator[Finding]:
         last = is_end & (before == 0)
         unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
         real = real & (~trailing | last if messages.any() else before == 0)
-    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True)
-    text = f"{int(mask.sum())} tokens of {len(mask)} responses"
-    if wrong.any():
-        kinds = {"the prompt": prompt, "tokens of the environment": messages}
-        what = next((name for name, at in kinds.items() if (wrong & at).any()), "padding after the end token")
-        text = f"it includes {what}: {int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} responses"
-    elif known and missing.any():
-        kinds = {"the end token": last, "the first token": (real.cumsum(-1) == 1) & real}
-        what = next((name for name, at in kinds.items() if not (missing & ~at).any()), "tokens")
-        text = f"it excludes {what} of {int(missing.any(-1).sum())} responses"
-    elif not known:
-        text = "the file has no response_ids, or no eos_ids in the header"
-    state = "wrong" if wrong.any() or (known and missing.any()) else "ok" if known else "unchecked"
-    yield Finding("mask", state, text)
+    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True) & known
+    ends, starts = (missing & ~(missing & ~at).any() for at in (last, (real.cumsum(-1) == 1) & real))
+    kinds = {"includes the prompt": wrong & prompt, "includes tokens of the environment": wrong & messages}
+    kinds |= {"includes padding after the end token": wrong, "excludes the end token": ends}
+    kinds |= {"excludes the first token": starts, "excludes tokens": missing}
+    if found := [(words, at) for words, at in kinds.items() if at.any()]:
+        words, at = found[0]
+        size = f"{int(at.sum())} tokens of {int(at.any(-1).sum())} responses"
+        return Finding("mask", "wrong", f"it {words}: {size}")
+    if not known:
+        return Finding("mask", "unchecked", "the file has no response_ids, or no eos_ids in the header")
+    return Finding("mask", "ok", f"{int(mask.sum())} tokens of {len(mask)} responses")
 
 
 def _logprobs(file: BatchFile) -> Iterator[Finding]:
     """Compare log-probs with one another: positions and rows, temperature, another policy."""
     known = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
-    names = [name for name in known if name in file]
-    now = file["logprobs"][file.mask]
-    if not names or len(now) < 30 or float(now.std()) < 1e-6:
-        why = (
-            "fewer than 30 tokens, or all have the same log-prob"
-            if names
-            else "the file has no other log-probs"
-        )
+    names, now = [name for name in known if name in file], file["logprobs"][file.mask]
+    few = len(now) < 30 or float(now.std()) < 1e-6
+    if few or not names:
+        why = "fewer than 30 tokens, or equal log-probs" if few else "the file has no other log-probs"
         yield Finding("log-probs", "unchecked", why)
         return
-    found = {name: text for name in names if (text := _unlike(file, name))}
-    yield from (Finding(name, "wrong", text) for name, text in found.items())
-    if not found:
-        yield Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+    found = [Finding(name, "wrong", text) for name in names if (text := _unlike(file, name))]
+    fit = Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+    yield from found or [fit]
 
 
 def _unlike(file: BatchFile, name: str) -> str:
@@ -411,9 +388,7 @@ def _unlike(file: BatchFile, name: str) -> str:
         what = side.get(best[0], "those of a neighbouring row")
         return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
     if since == 0 and float(gap.mean()) > 50 * file.header["within"]:
-        return (
-            f"stale: no update was made since, but they differ from logprobs by {gap.mean():.3g} on average"
-        )
+        return f"stale: no update since, but they differ from logprobs by {gap.mean():.3g} on average"
     if since and float(gap.max()) < 1e-6:
         return f"those of the current policy: {since} updates were made since, but every ratio is 1"
     if name in ("behaviour_logprobs", "old_logprobs"):
@@ -443,3 +418,80 @@ def _norms(file: BatchFile) -> Iterator[Finding]:
         shown = ", ".join(f"{count}: {norms[count]:.6g}" for count in sorted(norms))
         text = f"the norm {how} on the number of micro-batches: {shown}"
         yield Finding("gradient", "ok" if same else "wrong", text)
+
+
+# -- the weights that were trained -----------------------------------------------------------------------
+
+
+_CLOSE = {"float32": 1e-3, "float16": 0.02}  # mean difference of log-probs; other dtypes: 0.1
+
+
+def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
+    """Yield the findings `weights` and `gradient`, given the folder with the weights before the step.
+
+    Raises:
+        UserError: the folder has no such model, or the file has no token ids.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if lacking := [name for name in ("prompt_ids", "prompt_mask", "response_ids") if name not in file]:
+        raise UserError(f"--model needs token ids, but {file.path} has no {', '.join(lacking)}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model must be a folder with a causal language model, got {error}") from None
+    if max(int(file[name].max()) for name in ("prompt_ids", "response_ids")) >= model.config.vocab_size:
+        raise UserError(f"{folder} must have the tokens of the file, got {model.config.vocab_size} tokens")
+    tau = Recipe.of(file).temperature
+    inverse = "the logits are multiplied by the temperature"
+    guesses = {1 / tau: inverse, 1.0: "the temperature is missing", tau: ""}
+    gaps, grads = dict.fromkeys(guesses, 0.0), []
+    for part in range(int(file["micro_batch"].max()) + 1):
+        some = file.rows((file["micro_batch"] == part).nonzero()[:, 0])
+        logits = _logits(model.eval(), some)
+        for guess in gaps:
+            gap = _chosen(logits.detach(), some["response_ids"], guess) - some["logprobs"]
+            gaps[guess] += float(selected(gap.abs(), some.mask).sum()) / max(int(file.mask.sum()), 1)
+        if "logprob_grads" in file:
+            loss = _chosen(logits, some["response_ids"], tau) * selected(some["logprob_grads"], some.mask)
+            model.zero_grad()
+            loss.sum().backward()
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    limit = _CLOSE.get(file.header.get("dtype", "float32"), 0.1)
+    best = min(gaps, key=lambda guess: gaps[guess])
+    if gaps[tau] < limit:
+        yield Finding("weights", "ok", f"logprobs are those of {folder.name} (off by {gaps[tau]:.1g})")
+        if grads and (reported := file.header.get("grad_norm")):
+            yield _gradient(reported, torch.stack(grads), max(1e-3, file.header["within"]))
+    else:
+        why = f": {guesses[best]} (claimed: {tau})" if gaps[best] < limit else ""
+        text = f"logprobs are not those of {folder.name} (off by {gaps[tau]:.2g} a token){why}"
+        yield Finding("weights", "wrong", text)
+
+
+def _gradient(reported: float, grads: Tensor, within: float) -> Finding:
+    """Return the finding of a norm, given the gradients of the micro-batches [M, parameters]."""
+    count, norm = len(grads), float(grads.sum(0).norm())
+    known = {f"only micro-batch {part} of {count} arrived": float(x.norm()) for part, x in enumerate(grads)}
+    known |= {f"divided once more by the {count} micro-batches": norm / count}
+    known |= {f"not divided by the {count} micro-batches": norm * count}
+    if abs(norm / reported - 1) < within:
+        return Finding("gradient", "ok", f"norm {reported:.6g} (off by {abs(norm / reported - 1):.0e})")
+    close = [words for words, each in known.items() if abs(each / reported - 1) < within]
+    why = close[0] if close else "between autograd and the optimizer the gradient changed"
+    return Finding("gradient", "wrong", f"{why}: the norm is {reported:.6g}, not {norm:.6g}")
+
+
+def _logits(model: Any, file: BatchFile) -> Tensor:
+    """Return the logits [B, T, V] at the response positions."""
+    prompt, response = file["prompt_ids"], file["response_ids"]
+    ends = torch.isin(response, torch.tensor(file.header.get("eos_ids") or [-1])).long()
+    mask = torch.cat([file["prompt_mask"], (ends.cumsum(-1) - ends) == 0], 1).long()
+    ids, places = torch.cat([prompt, response], 1), (mask.cumsum(-1) - 1).clamp(min=0)
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+    return logits[:, prompt.shape[1] - 1 : -1].double()
+
+
+def _chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs [B, T] of tokens."""
+    return (logits / temperature).log_softmax(-1).gather(2, ids[..., None])[..., 0]

@@ -95,20 +95,16 @@ class Tape:
         row = torch.arange(len(credited), device=credited.response_ids.device).view(-1, 1, 1)
         return replace(credited, per_token={**(credited.per_token or {}), "row": row.expand(self.shape)})
 
-    def step(self, minibatch: Batch) -> None:
-        """Note the prompts of the next optimizer step."""
-        self.header["steps"].append({})
+    def stepped(self, minibatch: Batch, metrics: Metrics) -> None:
+        """Note the prompts of an optimizer step, and its metrics."""
         self.tensors[f"{self.at}/rows"] = _rows(minibatch)
-
-    def stepped(self, metrics: Metrics) -> None:
-        """Note the metrics of the optimizer step."""
         values = {name: stat.value() for name, stat in metrics.items()}
-        self.header["steps"][-1] = {name: value for name, value in values.items() if value is not None}
+        self.header["steps"].append({name: value for name, value in values.items() if value is not None})
 
     @property
     def at(self) -> str:
         """The beginning of the names of this optimizer step."""
-        return f"step{len(self.header['steps'])}"
+        return f"step{len(self.header['steps']) + 1}"
 
     def watch(self, micro: Batch, outputs: Outputs) -> None:
         """Note the outputs of the trained model for a micro-batch, and later their gradients."""
@@ -164,16 +160,15 @@ class TapedSession(Session):
         return self.tape.credit(self.parts.objective, batch)
 
     def forward_backward(self, minibatch: Batch, loss: Objective | TokenLoss | None = None) -> Metrics:
-        """Compute gradients, and note the prompts."""
-        if self.state.update == self.recorded:
-            self.tape.step(minibatch)
+        """Compute gradients, and keep the minibatch for `step`."""
+        self.minibatch = minibatch
         return super().forward_backward(minibatch, loss)
 
     def step(self) -> Metrics:
         """Make an optimizer step, and note its metrics."""
         metrics = super().step()
         if self.state.update == self.recorded:
-            self.tape.stepped(metrics)
+            self.tape.stepped(self.minibatch, metrics)
         return metrics
 
     def sync(self, batch: Batch) -> None:
@@ -227,12 +222,10 @@ def bundle(
     with TemporaryDirectory(dir=out.absolute().parent, prefix=".tmp-") as scratch:
         tape, copy = Tape(Path(scratch) / "files"), RunFolder(Path(scratch) / folder.path.absolute().name)
         before = [c for c in complete_checkpoints(folder.path) if int(c.name.partition("-")[2]) < update]
-        for path in [folder.config, folder.environment, folder.judgements.parent, *before[-1:]]:
-            if path.is_dir():
-                shutil.copytree(path, copy.path / path.name)
-            elif path.exists():
-                copy.path.mkdir(exist_ok=True)
-                shutil.copy(path, copy.path)
+        needed = (folder.config, folder.environment, folder.judgements.parent, *before[-1:])
+        others = {path.name for path in folder.path.iterdir()} - {path.name for path in needed}
+        top = str(folder.path)
+        shutil.copytree(top, copy.path, ignore=lambda at, names: others if at == top else set())
         try:
             with redirect_stdout(StringIO()):
                 run(cfg, copy, check=False, session=partial(TapedSession, tape, update, weights))

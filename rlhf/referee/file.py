@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,17 +23,9 @@ from torch.nn import functional as F
 from rlhf.core.errors import UserError
 
 SCHEMA = 1
-_SHAPES = {  # names of tensors by their dimensions
-    "B T": "advantages response_mask logprobs logprob_grads old_logprobs ref_logprobs"
-    " behaviour_logprobs teacher_logprobs weights response_ids environment_mask prompt_positions count_mask",
-    "B S": "value_mask values old_values returns value_grads",
-    "B P": "prompt_ids prompt_mask",
-    "B": "rewards group micro_batch all_index",
-    "A": "all_rewards all_group",
-    "M": "losses value_losses",
-}
-_DIMENSIONS = {name: dims.split() for dims, names in _SHAPES.items() for name in names.split()}
-_WHOLE = ("response_ids", "prompt_ids", "group", "micro_batch", "all_index", "all_group")
+_READ: dict[str, Any] = {"mask": lambda x: x != 0, "whole": Tensor.long, "number": Tensor.double}
+_TABLE: dict[str, str] = yaml.safe_load(Path(__file__).with_name("schema.yaml").read_text("utf-8"))
+_TENSORS = {name: words.split() for name, words in _TABLE.items()}  # key of _READ, then dimensions
 _HEADER: dict[str, Callable[[Any], Any]] = {  # how a value is read; an error of it is a problem of the file
     **dict.fromkeys(("tokens", "grad_norm"), float),
     **{"claims": dict, "updates_since_old": int, "pad_id": int},
@@ -75,14 +68,21 @@ class BatchFile:
         """Whether the rows alternate: chosen, rejected."""
         return bool(self.header.get("kind") == "pairs")
 
+    def below(self, folder: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with `folder` and `/`, by the rest of their names."""
+        found = ((name.partition("/"), x) for name, x in self.tensors.items())
+        return {rest: x for (first, _, rest), x in found if first == folder}
+
     def changed(self, **tensors: Tensor | None) -> BatchFile:
         """Return the file with other tensors; None removes a tensor."""
         kept = {name: x for name, x in {**self.tensors, **tensors}.items() if x is not None}
         return replace(self, tensors=kept)
 
-    def rows(self, rows: Tensor) -> BatchFile:
+    def rows(self, rows: Tensor | slice) -> BatchFile:
         """Return the file with some of its rows; tensors of other dimensions stay."""
-        kept = {name: x[rows] for name, x in self.tensors.items() if _DIMENSIONS.get(name, "")[:1] == ["B"]}
+        kept = {
+            name: x[rows] for name, x in self.tensors.items() if name in _TENSORS and _TENSORS[name][1] == "B"
+        }
         return self.changed(**kept)
 
 
@@ -93,22 +93,22 @@ def write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> Non
 
 
 def read(path: Path) -> BatchFile:
-    """Read and check a batch file; of a bundle, only its header.
+    """Read and check a batch file, or read a bundle as it is.
 
     Raises:
-        UserError: the file is no batch file, has another schema, or lacks or misshapes a tensor.
+        UserError: the file is neither, has another schema, or lacks or misshapes a tensor.
     """
     try:
         with safe_open(path, "pt") as opened:
             header = json.loads((opened.metadata() or {}).get("rlhf", "null"))
-            bundle = isinstance(header, dict) and header.get("kind") == "bundle"
-            tensors = {name: opened.get_tensor(name) for name in (() if bundle else opened.keys())}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise UserError(f"{path} must be a batch file (safetensors), got an error: {error}") from None
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         got = header.get("schema") if isinstance(header, dict) else "no header"
         raise UserError(f"{path} must have schema {SCHEMA} in the metadata key rlhf, got {got}")
-    return BatchFile({}, header, path) if bundle else checked(BatchFile(tensors, header, path))
+    file = BatchFile(tensors, header, path)
+    return file if header.get("kind") == "bundle" else checked(file)
 
 
 def checked(file: BatchFile) -> BatchFile:
@@ -118,43 +118,16 @@ def checked(file: BatchFile) -> BatchFile:
         UserError: a tensor or a key of the header is missing or malformed; it names all problems.
     """
     header, tensors = {"kind": "policy_gradient", **file.header}, dict(file.tensors)
-    sizes, problems = dict.fromkeys("BTS", 0), []
-    for key, kind in _HEADER.items():
-        try:
-            header |= {key: kind(header[key])} if header.get(key) is not None else {}
-        except (TypeError, ValueError) as error:
-            problems.append(
-                f"{key} of the header must be as in schema {SCHEMA}, got {header[key]!r}: {error}"
-            )
-    if header["kind"] not in ("policy_gradient", "pairs"):
-        problems.append(f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}")
-    for name in ("response_mask", "logprobs"):
-        if name not in tensors:
-            problems.append(
-                f"{file.path} must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}"
-            )
-    for name in tensors.keys() & {*_DIMENSIONS}:
-        x = tensors[name]
-        dims = _DIMENSIONS[name][: 1 if name == "advantages" and x.dim() == 1 else None]
-        if x.dim() != len(dims) or not x.numel() or x.is_complex():
-            problems.append(f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}")
-            continue
-        for dim, size in zip(dims, x.shape, strict=True):
-            sizes[dim] = sizes.get(dim) or size
-            if sizes[dim] != size:
-                problems.append(f"{name} must have {dim} = {sizes[dim]} as other tensors, got {size}")
-        if name in ("logprobs", "logprob_grads") and x.dtype.itemsize == 2:
+    if not (problems := [*_malformed(header, tensors)]):
+        header |= {key: kind(header[key]) for key, kind in _HEADER.items() if header.get(key) is not None}
+        if any(x.dtype.itemsize == 2 for name, x in tensors.items() if name in ("logprobs", "logprob_grads")):
             header["dtype"] = "bfloat16"
-        masked = name.endswith("_mask") or name == "prompt_positions"
-        tensors[name] = x != 0 if masked else x.long() if name in _WHOLE else x.double()
-    if sizes["S"] and sizes["S"] - sizes["T"] not in (0, 1):
-        problems.append(f"values must have T or T + 1 = {sizes['T'] + 1} columns, got {sizes['S']}")
-    if header["kind"] == "pairs" and sizes["B"] % 2:
-        problems.append(f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows")
-    problems = problems or list(_wrong(tensors))
+        for name in tensors.keys() & {*_TENSORS}:
+            tensors[name] = _READ[_TENSORS[name][0]](tensors[name])
+        problems = [*_wrong(tensors)]
     if problems:
         raise UserError(*sorted(problems))
-    for name in tensors.keys() & {*_DIMENSIONS}:  # NaN at padding would reach gradients
+    for name in tensors.keys() & {*_TENSORS}:  # NaN at padding would reach gradients
         tensors[name] = tensors[name].nan_to_num(0.0, 0.0, 0.0)
     mask = tensors["response_mask"]
     micro = tensors.get("micro_batch", torch.zeros(len(mask), dtype=torch.int64))
@@ -171,12 +144,39 @@ def checked(file: BatchFile) -> BatchFile:
     return BatchFile(tensors, header, file.path)
 
 
+def _malformed(header: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Yield the problems of a header, and of names, shapes and dtypes of tensors."""
+    for key, kind in _HEADER.items():
+        try:
+            _ = header.get(key) is None or kind(header[key])
+        except (TypeError, ValueError) as error:
+            yield f"{key} of the header must be as in schema {SCHEMA}, got {header[key]!r}: {error}"
+    if header["kind"] not in ("policy_gradient", "pairs"):
+        yield f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}"
+    for name in {"response_mask", "logprobs"} - tensors.keys():
+        yield f"the file must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}"
+    sizes: dict[str, int] = {}
+    for name in (name for name in _TENSORS if name in tensors):
+        x = tensors[name]
+        dims = _TENSORS[name][1 : 2 if name == "advantages" and x.dim() == 1 else None]
+        if x.dim() != len(dims) or not x.numel() or x.is_complex():
+            yield f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}"
+            continue
+        for dim, size in zip(dims, x.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                yield f"{name} must have {dim} = {sizes[dim]} as other tensors, got {size}"
+    if "S" in sizes and sizes["S"] - sizes.get("T", 0) not in (0, 1):
+        yield f"values must have T or T + 1 columns (T = {sizes.get('T')}), got {sizes['S']}"
+    if header["kind"] == "pairs" and sizes.get("B", 0) % 2:
+        yield f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows"
+
+
 def _wrong(tensors: dict[str, Tensor]) -> Iterator[str]:
     """Yield the problems of the numbers of tensors whose shapes are right."""
     mask = tensors["response_mask"]
-    for name in tensors.keys() & {*_DIMENSIONS}:
+    for name in tensors.keys() & {*_TENSORS}:
         x = tensors[name]
-        used = tensors.get("value_mask", mask) if "S" in _DIMENSIONS[name] else mask
+        used = tensors.get("value_mask", mask) if "S" in _TENSORS[name] else mask
         wrong = ~x.isfinite() & (used if used.shape == x.shape else True)
         if wrong.any():
             place = wrong.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""What a step computes, as a recipe, and the numbers that a recipe gives on a batch file.
+"""What a step computes, as a recipe, the numbers that a recipe gives on a batch file, and known mistakes.
 
 GAE, ratio, clipping, KL, surrogates and corrections are those of `rlhf.objectives`, in float64. Statistics of
 groups and reductions are this module's own, because other frameworks have groups of unequal size and
@@ -8,8 +8,10 @@ reductions that depend on the micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import combinations, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,29 +21,23 @@ import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlhf.assembly.parts import make
 from rlhf.config import algorithms as config
+from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import gae, whiten
-from rlhf.objectives.cispo import CISPO
 from rlhf.objectives.correction import accepted, importance_weights, mean_weight, over_tokens
-from rlhf.objectives.dppo import DPPO
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import bounded
 from rlhf.objectives.policy_gradient import kl_estimate
-from rlhf.objectives.sapo import SAPO
-from rlhf.objectives.vespo import VESPO
 from rlhf.referee.file import BatchFile, Missing
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
 SETTINGS: dict[str, list[Any]] = TABLE["settings"]  # key -> default, term, meaning of each value
-_SURROGATES = {
-    "clip": (GRPO, config.GRPOConfig),
-    "cispo": (CISPO, config.CISPOConfig),
-    "sapo": (SAPO, config.SAPOConfig),
-    "vespo": (VESPO, config.VESPOConfig),
-    "dppo": (DPPO, config.DPPOConfig),
-}
+# Keys of a correction whose values are words
+_WORDS: dict[str, Any] = {"kind": config.CorrectionKind, "level": config.Level}
+_WORDS |= {"reject": config.Reject, "reject_by": config.Divergence}
 
 
 class Recipe(SimpleNamespace):
@@ -63,15 +59,13 @@ class Recipe(SimpleNamespace):
             claims = {"pair_loss": claims.pop("surrogate", "sigmoid"), "reduction": "sequence_sum", **claims}
         recipe = cls(detached="", **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
         for key, (default, _, *values) in SETTINGS.items():
-            value, kind = getattr(recipe, key), type(default)
+            value, known = getattr(recipe, key), [*values[0]] if values else []
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            right = number or (value is None and key in ("dual_clip", "clip_value"))
-            if kind in (str, bool):
-                right = value in [*values[0]]
-            if key == "temperature":
-                right = number and value > 0
-            if not (isinstance(value, dict) if kind is dict else right):
-                words = ", ".join(map(str, values[0])) if values else f"of the kind of {default}"
+            right = value in known or (number and not isinstance(default, str | bool))
+            if isinstance(default, dict):
+                right = isinstance(value, dict)
+            if not right or (key == "temperature" and value <= 0):
+                words = ", ".join(map(str, known)) or f"of the kind of {default}"
                 problems.append(f"claims.{key} must be {words}, got {value!r}")
         try:
             _ = problems or (_objective(recipe), _correction(recipe))
@@ -83,19 +77,17 @@ class Recipe(SimpleNamespace):
 
 
 def _objective(recipe: Recipe) -> GRPO:
-    """Return the objective that has the surrogate."""
-    objective, section = _SURROGATES.get(recipe.surrogate, _SURROGATES["clip"])
+    """Return the objective that has the surrogate: that of an algorithm of its name, or GRPO."""
+    section = SCHEMAS.get(f"schema/algo/{recipe.surrogate}", config.GRPOConfig)
     clips = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
-    return objective(section(**{**clips, **recipe.options}))
+    objective: GRPO = make(section(**{**clips, **recipe.options}))
+    return objective
 
 
 def _correction(recipe: Recipe) -> config.CorrectionConfig:
     """Return the correction."""
-    words: dict[str, Any] = {"kind": config.CorrectionKind, "level": config.Level, "reject": config.Reject}
-    words["reject_by"] = config.Divergence
-    given: dict[str, Any] = dict(recipe.correction)
-    given |= {key: kind(given[key]) for key, kind in words.items() if given.get(key) is not None}
-    return config.CorrectionConfig(**given)
+    given = {key: x for key, x in dict(recipe.correction).items() if x is not None or key not in _WORDS}
+    return config.CorrectionConfig(**{key: _WORDS.get(key, lambda x: x)(x) for key, x in given.items()})
 
 
 class Parts(NamedTuple):
@@ -121,10 +113,9 @@ def _tokens(x: Tensor, mask: Tensor) -> Tensor:
 
 def _advantages(file: BatchFile, recipe: Recipe) -> Tensor:
     """Return the advantages of the tokens [B, T]."""
-    if recipe.advantage.startswith("gae"):
-        a = _tokens(_estimated(file, recipe)[:, : file.mask.shape[1]], file.mask)
-    else:
-        a = _tokens(_compared(file, recipe), file.mask)
+    estimated = recipe.advantage.startswith("gae")
+    a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else _compared(file, recipe)
+    a = _tokens(a, file.mask)
     if recipe.teacher_in_advantage:
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
@@ -267,7 +258,7 @@ def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     z = z[0::2] - z[1::2]
     known = {"ipo": (z - 0.5 / z.new_tensor(recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
     losses = known.get(recipe.pair_loss, -F.logsigmoid(recipe.beta * z))
-    return F.pad(torch.stack([losses, torch.zeros_like(losses)], 1).view(-1, 1), (0, logprobs.shape[1] - 1))
+    return F.pad(losses[:, None], (0, 2 * logprobs.shape[1] - 1)).view(logprobs.shape)
 
 
 def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
@@ -284,7 +275,7 @@ def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
 # -- the loss of the step --------------------------------------------------------------------------------
 
 
-def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = slice(None)) -> Parts:
     """Return what a recipe gives for a stage; with `rows`, the losses and gradients of these only.
 
     Advantages and returns stand in place of losses and gradients.
@@ -298,9 +289,7 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = Non
     file = corrected(file, recipe) if stage == "loss" else file
     if stage == "values":
         file = file.changed(count_mask=file["value_mask"])
-    weight = weights(file, recipe)
-    if rows is not None:
-        weight, file = weight[rows], file.rows(rows)
+    weight, file = weights(file, recipe)[rows], file.rows(rows)
     names = ("values", "value_mask") if stage == "values" else ("logprobs", "response_mask")
     inputs, mask = (file[name] for name in names)
     terms = {"pairs": (pair_losses,), "values": (value_losses,)}.get(stage, (policy_losses, penalties))
@@ -330,17 +319,17 @@ def weights(file: BatchFile, recipe: Recipe) -> Tensor:
     number = known.get(recipe.over) or int(recipe.over.split()[0])
     if recipe.over not in known and (count % number or count == number):
         raise Missing(f"micro-batches of {number} ranks")
-    if recipe.over == "generation" and recipe.reduction != "token":
-        raise Missing("reduction for over=generation but token")
     place = micro * number // count
 
     def total(x: Tensor, at: Tensor) -> Tensor:
         return x.new_zeros(int(at.max()) + 1, 1).index_add(0, at, x)[at]
 
-    if recipe.reduction == "token":
+    if recipe.over == "generation":
+        if recipe.reduction != "token":
+            raise Missing("reduction for over=generation but token")
+        size = torch.full_like(lengths, float(file["tokens"]))
+    elif recipe.reduction == "token":
         size = total(lengths, place)
-        if recipe.over == "generation":
-            size = torch.full_like(size, float(file["tokens"]))
     elif recipe.reduction == "prompt":
         group = file["group"].unique(return_inverse=True)[1]
         size = total(lengths, group) * (group.max() + 1)
@@ -356,3 +345,126 @@ def weights(file: BatchFile, recipe: Recipe) -> Tensor:
 def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
     """Return the sums [M] of numbers [B, T] over micro-batches, given that of each row [B]."""
     return x.new_zeros(int(micro.max()) + 1).index_add(0, micro, x.sum(-1))
+
+
+# -- the table of mistakes -------------------------------------------------------------------------------
+#
+# A mistake is a change of a file and a recipe. mistakes.yaml has special mistakes as rows, and families that
+# `rows` writes out: each setting with each other value, coefficients, tensors and masks that are moved or
+# exchanged.
+
+Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
+_VIRTUAL = ("kl_mask", "whiten_mask", "count_mask", "ratio_mask", "trainer_logprobs", "sampler_logprobs")
+_TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
+
+
+def own_rows(path: Path) -> dict[str, list[Row]]:
+    """Return the rows of mistakes of a file of the user, by stage.
+
+    Raises:
+        UserError: the file cannot be read, or a row is no row; it names all problems.
+    """
+    rule = f"{{{', '.join(TABLE['stages'])}: [[term, words, {{setting or tensor: value}}], ...]}}"
+    try:
+        stages = yaml.safe_load(path.read_text("utf-8")).items()
+        found = {stage: [(str(a), str(b), dict(c)) for a, b, c in given] for stage, given in stages}
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        got = " ".join(str(error).split())
+        raise UserError(f"--mistakes must be a YAML file with rows as {rule}, got {got}") from None
+    names = {str(key).split(".")[0] for given in found.values() for *_, change in given for key in change}
+    if unknown := [*(found.keys() - TABLE["stages"].keys()), *(names - _TERMS.keys())]:
+        raise UserError(f"{path} must have rows as {rule}, got {', '.join(map(str, unknown))}")
+    return found
+
+
+def rows(stage: str, recipe: Recipe) -> Iterator[Row]:
+    """Yield the rows of a stage: special ones, then those of the families."""
+    table = TABLE["stages"][stage]
+    yield from table["rows"]
+    yield from varied(stage, recipe)
+    for family in ("factors", "moves", "masks"):
+        for name, (form, words) in product(table[family], TABLE[family]):
+            yield _TERMS[name], f"{name} {words}", {name: form and form.format(name)}
+    for names in table["exchanged"]:
+        for a, b in permutations(names, 2):
+            yield _TERMS[a], f"{b} in place of {a}", {a: f"${b}"}
+        for a, b in combinations(names, 2):
+            yield _TERMS[a], f"{a} and {b} are exchanged", {a: f"${b}", b: f"${a}"}
+
+
+def varied(stage: str, recipe: Recipe) -> list[Row]:
+    """Return the rows with other values of settings; rows that change fewer settings come first."""
+    found: list[Row] = []
+    for keys in TABLE["stages"][stage]["settings"]:
+        for values in product(*(SETTINGS[key][2] for key in keys)):
+            change = {k: v for k, v in zip(keys, values, strict=True) if v != getattr(recipe, k)}
+            texts = [f"{k} is {v}, not {getattr(recipe, k)}: {SETTINGS[k][2][v]}" for k, v in change.items()]
+            if change and values[0] not in ("given", "gae"):
+                found.append((_TERMS[next(iter(change))], "; ".join(texts).rstrip(": "), change))
+    return sorted(found, key=lambda row: len(row[2]))
+
+
+def twisted(file: BatchFile, recipe: Recipe, change: dict[str, Any]) -> tuple[BatchFile, Recipe] | None:
+    """Return file and recipe after the change of a row; None if the file lacks a tensor of the row."""
+    tensors: dict[str, Tensor | None] = {}
+    settings: dict[str, Any] = {}
+    for name, given in change.items():
+        value = given
+        if isinstance(given, str) and (match := re.fullmatch(r"(?:([-\d.]+)\*)?\$([\w.]+) ?(\S*)", given)):
+            factor, source, move = match.groups()
+            own = file.get(source, file.mask if source.endswith("_mask") else None)
+            value = getattr(recipe, source, recipe.correction.get(source.removeprefix("correction."), own))
+            if isinstance(value, Tensor):
+                value = moved(file, value, move)
+            if value is None:
+                return None
+            value = value if factor is None else float(factor) * value
+        if name.startswith("correction.") and recipe.correction:
+            options = settings.get("correction", recipe.correction)
+            settings["correction"] = {**options, name.removeprefix("correction."): value}
+        elif hasattr(recipe, name):
+            settings[name] = value
+        elif name in file or name in _VIRTUAL:
+            tensors[name] = value
+        else:
+            return None
+    return file.changed(**tensors), recipe.changed(**settings)
+
+
+def moved(file: BatchFile, x: Tensor, move: str) -> Any:
+    """Return a tensor after a move; None if the tensor has not the dimensions."""
+    rows, micro = len(x), file["micro_batch"]
+    moves = {
+        "": lambda: x,
+        "vv": lambda: x.roll(1, 0),
+        "^^": lambda: x.roll(-1, 0),
+        "flipped": lambda: x.flip(0),
+        "interleaved": lambda: torch.arange(rows) % len(x.unique()),
+        "neighbours": lambda: torch.arange(rows) // max(1, rows // len(x.unique())),
+        "by_micro_batch": lambda: x * len(micro) + micro if len(micro) == rows else None,
+        "squared": lambda: x.square(),
+        "inverted": lambda: 1 / x.clamp(min=1e-6),
+    }
+    if move in moves or x.dim() < 2:
+        return moves.get(move, lambda: None)()
+    if move[:2] in (">>", "<<"):
+        by, edge = (1, 0) if move[0] == ">" else (-1, -1)
+        rolled = x.roll(by, 1)
+        if move[2:]:
+            rolled[:, edge] = x[:, edge] if move[2:] == "=" else 0
+        return rolled
+    mask = x if x.dtype == torch.bool else file.mask if x.shape == file.mask.shape else torch.ones_like(x) > 0
+    counts, width = mask.sum(1, keepdim=True), x.shape[1]
+    after, before = moved(file, mask, ">>0"), moved(file, mask, "<<0")
+    masks = {
+        "left": x.gather(1, (torch.arange(width) + counts) % width),
+        "mean": (selected(x, mask).sum(1, keepdim=True) / counts.clamp(min=1)).expand(x.shape),
+        "longest": counts.max().item(),
+        "all": mask.any(-1, keepdim=True).expand(mask.shape),
+        "after": mask | after,
+        "before": mask | before,
+        "without_last": mask & before,
+        "without_first": mask & after,
+        "messages": mask | file.get("environment_mask", mask),
+    }
+    return masks.get(move)

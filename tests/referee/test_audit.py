@@ -112,7 +112,7 @@ def test_recorded_mistakes_are_named(name, term):
     ],
 )
 def test_weights_show_a_missing_temperature_and_lost_micro_batches(name, term, words):
-    from rlhf.referee.model import weights
+    from rlhf.referee.audit import weights
 
     file = read(RECORDED / f"{name}-1.safetensors")
     found = list(weights(file, RECORDED / f"{name}-model-1"))

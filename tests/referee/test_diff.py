@@ -3,9 +3,8 @@
 import pytest
 
 from rlhf.referee.bundle import updates_of
-from rlhf.referee.diff import bundles_of, differences, report
 from rlhf.referee.file import BatchFile
-from rlhf.referee.replay import load
+from rlhf.referee.replay import bundles_of, differences, load, report
 
 pytestmark = pytest.mark.run
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.run
 def first(trained, tmp_path, *words):
     """Return the first update and the first quantity in which a run differs from the run without `words`."""
     update, files = bundles_of([trained(), trained(*words)], tmp_path)
-    return update, differences(*map(load, files))[0].name
+    return update, differences(*map(load, files))[0].term
 
 
 def test_runs_differ_first_in_what_a_setting_changes(trained, recorded, tmp_path, capsys):
@@ -31,7 +30,7 @@ def test_only_other_machines_may_round_differently(recorded, capsys):
     name = "step1/logprobs"
     b = BatchFile({**a.tensors, name: a.tensors[name] + 1e-6}, {**a.header, "after": "0"})
     found = differences(a, b)
-    assert [each.name for each in found] == ["step 1: logprobs", "weights after the update"]
+    assert [each.term for each in found] == ["step 1: logprobs", "weights after the update"]
     assert report(found, True, False) == 0 and report(found, False, False) == 1
     far = BatchFile({**a.tensors, name: a.tensors[name] + 1e-3}, a.header)
     assert report(differences(a, far), True, False) == 1

@@ -8,8 +8,7 @@ import torch
 from rlhf.core.errors import UserError
 from rlhf.referee.audit import audit
 from rlhf.referee.file import BatchFile, checked
-from rlhf.referee.mistakes import own_rows, rows, twisted
-from rlhf.referee.recipe import SETTINGS, TABLE, Recipe
+from rlhf.referee.recipe import SETTINGS, TABLE, Recipe, own_rows, rows, twisted
 from tests.referee.trainer import MISTAKES, step
 from tests.referee.trainer import SETTINGS as CASES
 

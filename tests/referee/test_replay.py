@@ -19,8 +19,7 @@ from rlhf.models.modules import Policy
 from rlhf.objectives import grpo, policy_gradient
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.policy_gradient import PolicyGradient
-from rlhf.referee.diff import differences
-from rlhf.referee.replay import load, replay
+from rlhf.referee.replay import differences, load, replay
 from rlhf.scorers.scorer import Scorer
 
 pytestmark = pytest.mark.run
@@ -30,7 +29,7 @@ def found(file, **options):
     """Return the names of the quantities in which a replay differs."""
     given = load(file)
     prompt = options.get("prompt")
-    return [each.name for each in differences(given, replay(given, **options), prompt, whole=False)]
+    return [each.term for each in differences(given, replay(given, **options), prompt, whole=False)]
 
 
 # -- same bits

@@ -4,8 +4,7 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.referee.audit import audit
-from rlhf.referee.replay import load
-from rlhf.referee.step import as_page, batch_file, token_table
+from rlhf.referee.replay import as_page, batch_file, load, token_table
 from tests.referee.test_replay import ALGORITHMS
 
 pytestmark = pytest.mark.run
@@ -14,7 +13,7 @@ UNKNOWN = ("oapl", "distill")  # their losses have no recipe
 
 def states(file, step):
     """Return the state of each term of a step."""
-    return {each.term: (each.state, each.text) for each in audit(batch_file(file, step))}
+    return {each.term: (each.state, each.text) for each in audit(batch_file(load(file), step))}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ def test_the_audit_agrees_with_every_step_of_every_algorithm(trained, recorded, 
     words += [f"model.reference={trained().model}"] if name == "distill" else []
     if name in UNKNOWN:
         with pytest.raises(UserError, match="no recipe"):
-            batch_file(recorded(*words), 1)
+            batch_file(load(recorded(*words)), 1)
         return
     for step in (1, 2):
         found = states(recorded(*words), step)
@@ -36,13 +35,15 @@ def test_the_audit_agrees_with_every_step_of_every_algorithm(trained, recorded, 
 
 def test_a_step_that_a_bundle_does_not_have_is_a_mistake(recorded):
     with pytest.raises(UserError, match="1 to 2"):
-        batch_file(recorded(), 3)
+        batch_file(load(recorded()), 3)
 
 
 def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(recorded):
     batch = load(recorded())
     row = int(batch.tensors["step2/rows"][1])
-    table = token_table(recorded(), 2, 6)  # of 4 samples of each prompt, the second of the second prompt
+    table = token_table(
+        load(recorded()), 2, 6
+    )  # of 4 samples of each prompt, the second of the second prompt
     assert table.row_count == int(batch.tensors["batch/response_mask"][row, 1].sum())
     assert [column.header for column in table.columns][:5] == ["#", "token", "mask", "sampler", "trainer"]
     trainer = [float(cell) for cell in table.columns[4].cells]
@@ -52,4 +53,4 @@ def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(recorded
     table.add_row("<script>")
     assert "<script>" not in as_page(table)
     with pytest.raises(UserError, match="16 responses"):
-        token_table(recorded(), 2, 17)
+        token_table(load(recorded()), 2, 17)
