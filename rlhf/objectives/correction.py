@@ -91,20 +91,31 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     """
     mask, old = batch.response_mask, old_or_behaviour(batch)
     behaviour = sampler_logprobs(old, batch)
-    weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
-    kept = mask & accepted(selected(old - behaviour, mask), mask, config)
-    if config.normalise and config.kind is not CorrectionKind.none:
-        weights = weights / mean_weight(weights, mask, config.level)
-    trained = mask if config.reject_counted else kept
-    some = trained.flatten(1).any(1)
+    found = of_tokens(old, behaviour, mask, config)
+    some = found["trained"].flatten(1).any(1)
     return replace(
         batch,
         signal=some if batch.signal is None else batch.signal & some,
-        per_token={**(batch.per_token or {}), "weights": weights * kept, "trained": trained, "kept": kept},
+        per_token={**(batch.per_token or {}), **found},
     )
 
 
-def mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
+def of_tokens(old: Tensor, behaviour: Tensor, mask: Tensor, config: CorrectionConfig) -> dict[str, Tensor]:
+    """Return `weights`, `trained` and `kept` of tokens, each [..., T]; see `corrected`.
+
+    Args:
+        old, behaviour: log-probs of trainer and sampler [..., T].
+        mask: response mask [..., T] bool.
+        config: the correction.
+    """
+    weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
+    kept = mask & accepted(selected(old - behaviour, mask), mask, config)
+    if config.normalise and config.kind is not CorrectionKind.none:
+        weights = weights / _mean_weight(weights, mask, config.level)
+    return {"weights": weights * kept, "trained": mask if config.reject_counted else kept, "kept": kept}
+
+
+def _mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return the mean of the weights [N, K, T]: over the tokens of `mask`, or over responses with tokens."""
     if level is Level.token:
         return selected(weights, mask).sum() / mask.sum().clamp(min=1)

@@ -88,7 +88,7 @@ class _Stage:
         self.found, self.size = file[target], 0.0
         self.rows: Tensor | slice = slice(None)  # on which mistakes are tried
         self.base = self.compute(file, recipe)
-        gradient = self.base.whole[1]
+        gradient = self.base.gradient()
         self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
@@ -106,7 +106,7 @@ class _Stage:
 
     def numbers(self, parts: Parts) -> Tensor:
         """Return what is compared with the numbers of the file."""
-        return parts.whole[1] if self.by_token else by_micro_batch(self.file["micro_batch"], parts.whole[0])
+        return parts.gradient() if self.by_token else by_micro_batch(self.file["micro_batch"], parts.losses())
 
     def off(self, parts: Parts) -> float:
         """Return how far numbers are from those of the file, relative to the larger of the two."""
@@ -216,7 +216,7 @@ class _Stage:
     def reported(self, parts: Parts) -> str:
         """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
         losses = self.file.get(self.row["targets"][-1])
-        expected = by_micro_batch(self.file["micro_batch"], parts.whole[0])
+        expected = by_micro_batch(self.file["micro_batch"], parts.losses())
         if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
             return ""
         limit = max(1e-3, self.within) * self.size
@@ -285,7 +285,7 @@ class _Stage:
         none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
         known = product(("k3", "k1", "k2"), (False, True)) if "ref_logprobs" in self.file else ()
         kls: list[dict[str, Any]] = [{"kl": kl, "kl_times_ratio": by, "kl_coef": 1.0} for kl, by in known]
-        found, zero = self.found[self.rows], torch.zeros(())
+        found, zero = self.found[self.rows], torch.zeros(2, 1, 1)
         size = self.within * float(found.norm())
         for level in SETTINGS["ratio"][2]:
             base, bounds = none.changed(ratio=level), [*TABLE["clips"], *self.bounds(level)]
@@ -404,9 +404,7 @@ def _unlike(file: BatchFile, name: str) -> str:
 
 def _correlation(x: Tensor, y: Tensor) -> float:
     """Return Pearson's correlation of two vectors; 0 if one is constant."""
-    x, y = x - x.mean(), y - y.mean()
-    size = float(x.norm() * y.norm())
-    return float((x * y).sum()) / size if size > 1e-12 else 0.0
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num())
 
 
 def _norms(file: BatchFile) -> Iterator[Finding]:
@@ -432,14 +430,13 @@ def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
     Raises:
         UserError: the folder has no such model, or the file has no token ids.
     """
-    from transformers import AutoModelForCausalLM
+    from rlhf.models.loading import load_causal_lm
 
     if lacking := [name for name in ("prompt_ids", "prompt_mask", "response_ids") if name not in file]:
         raise UserError(f"--model needs token ids, but {file.path} has no {', '.join(lacking)}")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model must be a folder with a causal language model, got {error}") from None
+    if not folder.is_dir():
+        raise UserError(f"--model must be a folder with a causal language model, got {folder}")
+    model = load_causal_lm(str(folder), key="--model")
     if max(int(file[name].max()) for name in ("prompt_ids", "response_ids")) >= model.config.vocab_size:
         raise UserError(f"{folder} must have the tokens of the file, got {model.config.vocab_size} tokens")
     tau = Recipe.of(file).temperature
@@ -448,7 +445,7 @@ def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
     gaps, grads = dict.fromkeys(guesses, 0.0), []
     for part in range(int(file["micro_batch"].max()) + 1):
         some = file.rows((file["micro_batch"] == part).nonzero()[:, 0])
-        logits = _logits(model.eval(), some)
+        logits = _logits(model, some)
         for guess in gaps:
             gap = _chosen(logits.detach(), some["response_ids"], guess) - some["logprobs"]
             gaps[guess] += float(selected(gap.abs(), some.mask).sum()) / max(int(file.mask.sum()), 1)

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlhf.config.schema import data_file
 from rlhf.core.errors import UserError
 
 SCHEMA = 1
 _READ: dict[str, Any] = {"mask": lambda x: x != 0, "whole": Tensor.long, "number": Tensor.double}
-_TABLE: dict[str, str] = yaml.safe_load(Path(__file__).with_name("schema.yaml").read_text("utf-8"))
-_TENSORS = {name: words.split() for name, words in _TABLE.items()}  # key of _READ, then dimensions
+# key of _READ, then dimensions
+_TENSORS = {name: words.split() for name, words in data_file("rlhf.referee", "schema.yaml").items()}
 _HEADER: dict[str, Callable[[Any], Any]] = {  # how a value is read; an error of it is a problem of the file
     **dict.fromkeys(("tokens", "grad_norm"), float),
     **{"claims": dict, "updates_since_old": int, "pad_id": int},

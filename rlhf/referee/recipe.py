@@ -23,17 +23,17 @@ from torch.nn import functional as F
 
 from rlhf.assembly.parts import make
 from rlhf.config import algorithms as config
-from rlhf.config.schema import SCHEMAS
+from rlhf.config.schema import SCHEMAS, data_file
 from rlhf.core.errors import UserError
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import gae, whiten
-from rlhf.objectives.correction import accepted, importance_weights, mean_weight, over_tokens
+from rlhf.objectives.correction import of_tokens, over_tokens
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import bounded
 from rlhf.objectives.policy_gradient import kl_estimate
 from rlhf.referee.file import BatchFile, Missing
 
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
+TABLE: dict[str, Any] = data_file("rlhf.referee", "mistakes.yaml")
 SETTINGS: dict[str, list[Any]] = TABLE["settings"]  # key -> default, term, meaning of each value
 # Keys of a correction whose values are words
 _WORDS: dict[str, Any] = {"kind": config.CorrectionKind, "level": config.Level}
@@ -97,10 +97,13 @@ class Parts(NamedTuple):
     penalty: Tensor
     weight: Tensor  # [B, 1]; the same for all tokens of a response, so it divides coupled gradients as well
 
-    @property
-    def whole(self) -> Tensor:
-        """Losses and gradients of the tokens in the loss of the step [2, B, T]."""
-        return (self.policy + self.penalty) * self.weight
+    def losses(self) -> Tensor:
+        """Return the losses of the tokens in the loss of the step [B, T]."""
+        return (self.policy[0] + self.penalty[0]) * self.weight
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of the loss of the step by the tokens [B, T]."""
+        return (self.policy[1] + self.penalty[1]) * self.weight
 
 
 # -- advantages ------------------------------------------------------------------------------------------
@@ -111,17 +114,19 @@ def _tokens(x: Tensor, mask: Tensor) -> Tensor:
     return selected(x if x.dim() == 2 else x[:, None], mask)
 
 
-def _advantages(file: BatchFile, recipe: Recipe) -> Tensor:
-    """Return the advantages of the tokens [B, T]."""
-    estimated = recipe.advantage.startswith("gae")
+def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor:
+    """Return the advantages of the tokens [B, T] of some rows."""
+    estimated, over_all = recipe.advantage.startswith("gae"), recipe.whiten in ("tokens", "scale")
     a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else _compared(file, recipe)
+    if not over_all:
+        a, file, rows = a[rows], file.rows(rows), slice(None)
     a = _tokens(a, file.mask)
     if recipe.teacher_in_advantage:
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
     if recipe.whiten in ("tokens", "scale"):
         a = whiten(a, file.get("whiten_mask", file.mask), shift=recipe.whiten == "tokens")
-    return selected(a, file.mask)
+    return selected(a, file.mask)[rows]
 
 
 def _penalty(file: BatchFile, recipe: Recipe) -> Tensor:
@@ -202,13 +207,10 @@ def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
     given = _correction(recipe)
     if not recipe.correction or "weights" in file:
         return file
-    mask, old = file.mask, file.get("trainer_logprobs", file.get("old_logprobs", file["logprobs"]))
-    lag = selected(old - file.get("sampler_logprobs", file["behaviour_logprobs"]), mask)
-    weights = importance_weights(lag, torch.zeros_like(lag), mask, given)[0].expand(mask.shape)
-    if given.normalise and given.kind is not config.CorrectionKind.none:
-        weights = weights / mean_weight(weights, mask, given.level)
-    kept = mask & accepted(lag, mask, given)
-    return file.changed(weights=weights * kept, count_mask=mask if given.reject_counted else kept)
+    old = file.get("trainer_logprobs", file.get("old_logprobs", file["logprobs"]))
+    sampler = file.get("sampler_logprobs", file["behaviour_logprobs"])
+    found = of_tokens(old, sampler, file.mask, given)
+    return file.changed(weights=found["weights"], count_mask=found["trained"])
 
 
 def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
@@ -280,12 +282,13 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = sl
 
     Advantages and returns stand in place of losses and gradients.
     """
-    none = torch.zeros(())
+    none = torch.zeros(2, 1, 1)
+    if stage == "advantages":
+        found = _advantages(file, recipe, rows)
+    elif stage == "returns":
+        found = selected(_estimated(file, recipe) + file["old_values"], file["value_mask"])
     if stage in ("advantages", "returns"):
-        found = _advantages(file, recipe) if stage == "advantages" else _estimated(file, recipe)
-        if stage == "returns":
-            found = selected(found + file["old_values"], file["value_mask"])
-        return Parts(torch.stack([found, found]), none, none + 1)
+        return Parts(found.expand(2, *found.shape), none, torch.ones(()))
     file = corrected(file, recipe) if stage == "loss" else file
     if stage == "values":
         file = file.changed(count_mask=file["value_mask"])

@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +35,7 @@ from rlhf.config import algorithms as algos
 from rlhf.config.generators import HFConfig
 from rlhf.config.models import Device
 from rlhf.config.root import Config
-from rlhf.config.schema import plain, sections, value_at, values
+from rlhf.config.schema import data_file, plain, sections, value_at, values
 from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
 from rlhf.core.batch import Batch, batch_of, tensors_of
@@ -48,6 +47,7 @@ from rlhf.engines.engine import OPTIMIZER_FILE
 from rlhf.models.loading import read_tokenizer
 from rlhf.models.modules import ActorCritic
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
+from rlhf.objectives.topr import TOPR
 from rlhf.processes.ranks import Ranks
 from rlhf.referee.audit import Finding
 from rlhf.referee.bundle import Tape, bundle, digest, permitted, rescored, updates_of
@@ -57,7 +57,7 @@ from rlhf.terminal.console import console, show
 from rlhf.trials.trials import choose_head, compile_blocks
 from rlhf.words.compose import load_config
 
-_CLAIMS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text("utf-8"))
+_CLAIMS: dict[str, Any] = data_file("rlhf.referee", "claims.yaml")
 _THREADS = 512  # most threads of a replay, whatever the file says
 # Any number or text of a bundle of others may be malformed, and no check knows all of them.
 MALFORMED = (
@@ -156,7 +156,7 @@ def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> C
     }
     if isinstance(cfg.algo, algos.PPOConfig):
         changes |= {"model.reward": str(folder / "critic"), "algo.value_from": algos.ValueFrom.reward}
-    if isinstance(cfg.algo, algos.DistillConfig):
+    if cfg.algo.distils:
         changes["algo.teacher.token_variable"] = None
     if not scores:
         changes["scorer"] = NoScorerConfig()
@@ -392,13 +392,14 @@ def batch_file(file: BatchFile, step: int = 1) -> BatchFile:
         sampler = None if part.behaviour_logprobs is None else sampler_logprobs(now, part)
         found |= {"logprobs": now, "behaviour_logprobs": sampler}
         found |= {"old_values": part.values, "returns": part.returns, "value_mask": part.value_mask}
-        found |= own_tensors(algo, objective, part, found)
+        found |= own_tensors(objective, part, found)
+        found |= {"teacher_logprobs": part.ref_logprobs} if algo.distils else {}
         tensors = {name: x.flatten(0, 1) for name, x in found.items() if x is not None}
         tensors["losses"] = torch.tensor([head["steps"][step - 1]["loss/policy"]])
         header = {"framework": "rlhf", "version": head["version"], "step": f"{head['step']}.{step}"}
-        kind = "pairs" if isinstance(algo, algos.DPOConfig) else "policy_gradient"
-        header |= {"claims": claims, "kind": kind}
-        if isinstance(algo, algos.PolicyGradientConfig):
+        entries = _CLAIMS["algorithms"][algo.name]
+        header |= {"claims": claims, "kind": "pairs" if "dpo" in entries else "policy_gradient"}
+        if "policy_gradient" in entries:
             places = torch.arange(len(whole) * count).view(-1, count)
             tensors |= {"group": rows.repeat_interleave(count), "all_index": places[rows].flatten()}
             tensors |= {
@@ -409,21 +410,19 @@ def batch_file(file: BatchFile, step: int = 1) -> BatchFile:
         return checked(BatchFile(tensors, header, file.path))
 
 
-def own_tensors(algo: Any, objective: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of some algorithms: weights of the policy term, counted tokens, a teacher."""
+def own_tensors(objective: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of some algorithms: weights of the policy term, counted tokens, advantages of 1."""
     extra, mask = batch.per_token or {}, batch.response_mask
     if "weights" in extra:
         counted = extra.get("trained", mask)
         return {"weights": torch.where(counted, extra["weights"], 0.0), "count_mask": counted}
     if "reach" in extra:
         return {"weights": (extra["reach"] != 0).float()}
-    if isinstance(algo, algos.TOPRConfig):
+    if isinstance(objective, TOPR):
         log_u = objective.log_ratio(found["logprobs"] - found["behaviour_logprobs"], mask)
         weighted, _ = objective.surrogate(selected(log_u, mask), -mask.float(), batch)
         return {"weights": (weighted / found["advantages"]).nan_to_num(1.0)}
-    if isinstance(algo, algos.BestOfKConfig):
-        return {"advantages": mask.float()}
-    return {"teacher_logprobs": batch.ref_logprobs} if isinstance(algo, algos.DistillConfig) else {}
+    return {"advantages": mask.float()} if batch.advantages is None else {}
 
 
 def claimed(algo: Any, objective: Any, minibatches: int) -> dict[str, Any]:
@@ -449,13 +448,13 @@ def claimed(algo: Any, objective: Any, minibatches: int) -> dict[str, Any]:
     for entry, when, claims in _CLAIMS["rules"]:
         if entry in entries and all(read(key) in accepted for key, accepted in when.items()):
             found |= claims
-    if isinstance(algo, algos.PolicyGradientConfig):
+    if "policy_gradient" in entries:
         found["kl_coef"] = objective.kl_coef
         if algo.correction.kind is not algos.CorrectionKind.none:
             found["correction"] = {key: read(f"correction.{key}") for key in values(algo.correction)}
     for name, (key, factor, offset) in _CLAIMS["scaled"].get(algo.name, {}).items():
         found[name] = factor * read(key) + offset
-    if isinstance(algo, algos.PPOConfig) and minibatches > 1:
+    if "ppo" in entries and minibatches > 1:
         found["advantage"] = "given"  # whitened over the whole batch
     if algo.name in _CLAIMS["options"]:
         found["options"] = {name: getattr(algo, name) for name in _CLAIMS["options"][algo.name]}
