@@ -121,6 +121,19 @@ def test_weights_show_a_missing_temperature_and_lost_micro_batches(name, term, w
     assert len(found) == (1 if term == "weights" else 2)
 
 
+@recorded
+def test_weights_in_a_pickle_are_refused(tmp_path):
+    from safetensors.torch import load_file
+
+    from rlhf.referee.audit import weights
+
+    source = RECORDED / "grpo-model-1"
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        list(weights(read(RECORDED / "grpo-1.safetensors"), tmp_path))
+
+
 # -- terms
 
 
