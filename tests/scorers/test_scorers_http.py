@@ -257,7 +257,10 @@ def rough() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
 
         def handle(connection: socket.socket) -> None:
             with suppress(OSError), connection:
-                if connection.recv(2**20):  # empty: only a check whether the service accepts connections
+                request = connection.makefile("rb")
+                if request.readline():  # empty: only a check whether the service accepts connections
+                    head = b"".join(iter(request.readline, b"\r\n")).lower()
+                    request.read(int(head.partition(b"content-length:")[2].split()[0]))  # closing before it resets
                     answer(connection)
 
         def accept() -> None:
