@@ -161,7 +161,8 @@ class _Stage:
 
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
-        cases = self.cases(found[0], recipes.varied(self.name, found[0]), unchanged=True)
+        single = [row for row in recipes.varied(self.name, found[0]) if len(row[2]) == 1]
+        cases = self.cases(found[0], single, unchanged=True)
         return found + [case.recipe for case in cases if self.off(case.parts) < self.within]
 
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
