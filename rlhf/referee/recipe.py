@@ -57,7 +57,7 @@ class Recipe(SimpleNamespace):
         claims, problems = dict(file.header.get("claims", {})), []
         if file.pairs:
             claims = {"pair_loss": claims.pop("surrogate", "sigmoid"), "reduction": "sequence_sum", **claims}
-        recipe = cls(detached="", **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
+        recipe = cls(**TABLE["twists"], **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
         for key, (default, _, *values) in SETTINGS.items():
             value, known = getattr(recipe, key), [*values[0]] if values else []
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -118,7 +118,7 @@ def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor
     """Return the advantages of the tokens [B, T] of some rows."""
     estimated, over_all = recipe.advantage.startswith("gae"), recipe.whiten in ("tokens", "scale")
     a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else _compared(file, recipe)
-    if not over_all:
+    if not (over_all or recipe.after):
         a, file, rows = a[rows], file.rows(rows), slice(None)
     a = _tokens(a, file.mask)
     if recipe.teacher_in_advantage:
@@ -126,7 +126,7 @@ def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
     if recipe.whiten in ("tokens", "scale"):
         a = whiten(a, file.get("whiten_mask", file.mask), shift=recipe.whiten == "tokens")
-    return selected(a, file.mask)[rows]
+    return selected(moved(file, selected(a, file.mask), recipe.after), file.mask)[rows]
 
 
 def _penalty(file: BatchFile, recipe: Recipe) -> Tensor:
@@ -135,7 +135,8 @@ def _penalty(file: BatchFile, recipe: Recipe) -> Tensor:
         return torch.zeros_like(file["logprobs"])
     before = file.get("old_logprobs", file.get("behaviour_logprobs", file["logprobs"]))
     kl = _kl(before, file["ref_logprobs"], recipe.kl)
-    return selected(recipe.kl_coef * kl, file.get("kl_mask", file.mask))
+    kl = selected(recipe.kl_coef * kl, file.get("kl_mask", file.mask))
+    return kl / file.mask.sum(1, keepdim=True).clamp(min=1) if recipe.kl_mean else kl
 
 
 def _estimated(file: BatchFile, recipe: Recipe) -> Tensor:
@@ -167,10 +168,11 @@ def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
     a = r - baseline
     if recipe.advantage == "leave_one_out":
         a = a * count / (count - 1).clamp(min=1)
-    if recipe.scale == "group":
-        a = a / ((total((r - mean).square()) / (count - free).clamp(min=1)).sqrt() + recipe.std_eps)
-    elif recipe.scale == "batch":
-        a = a / (r.std(correction=min(free, len(r) - 1)) + recipe.std_eps)
+    if recipe.scale != "none":
+        variance = r.var(correction=min(free, len(r) - 1))
+        if recipe.scale == "group":
+            variance = total((r - mean).square()) / (count - free).clamp(min=1)
+        a = a / ((variance if recipe.std == "variance" else variance.sqrt()) + recipe.std_eps)
     if recipe.whiten == "batch":
         a = (a - a.mean()) / (a.std(correction=min(free, len(a) - 1)) + recipe.std_eps)
     return a[rows]
@@ -184,7 +186,7 @@ def _kl(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
     k1 = logprobs - ref
     known = {"k1": k1, "-k1": -k1, "k2": k1.square() / 2, "square": k1.square(), "abs": k1.abs()}
     known |= {"clamped k1": k1.clamp(min=0), "k3": kl_estimate(logprobs, ref, config.KLEstimator.k3)}
-    known |= {"reverse k3": kl_estimate(ref, logprobs, config.KLEstimator.k3)}
+    known |= {"reverse k3": kl_estimate(ref, logprobs, config.KLEstimator.k3), "exp": (-k1).exp() - 1}
     return known[estimator]
 
 
@@ -221,9 +223,10 @@ def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     losses, _ = _objective(recipe).surrogate(log_u, logprobs, batch)
     if recipe.surrogate == "reinforce":
         losses = -a * logprobs
-    elif recipe.surrogate in ("inverted", "bound"):  # the smaller loss in place of the larger one
+    elif recipe.surrogate in ("inverted", "bound", "attached"):
         bound = -a * log_u.exp().clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
-        losses = torch.minimum(-a * log_u.exp(), bound) if recipe.surrogate == "inverted" else bound
+        smaller = torch.minimum(-a * log_u.exp(), bound)  # in place of the larger one
+        losses = {"inverted": smaller, "attached": bound * logprobs}.get(recipe.surrogate, bound)
     weights = file.get("weights", torch.ones(()))
     if recipe.detached == "weights":  # the weight has a gradient, too
         weights = weights * (logprobs - logprobs.detach()).exp()
@@ -239,6 +242,7 @@ def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
             level = recipe.ratio if recipe.kl_times_ratio is True else str(recipe.kl_times_ratio)
             factor = bounded(log_ratio(file, recipe, logprobs, level)).exp()
             kl = kl * (factor.detach() if recipe.detached == "kl_ratio" else factor)
+        kl = kl * file["weights"] if recipe.kl_weighted else kl
         losses = losses + recipe.kl_coef * (kl.detach() if recipe.detached == "kl" else kl)
     if recipe.teacher_coef:  # as in rlhf.objectives.distill
         k = selected(logprobs - file["teacher_logprobs"], file.mask)
@@ -257,8 +261,10 @@ def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     z = selected(logprobs - file["ref_logprobs"], file.mask).sum(-1)
     if recipe.reduction == "sequence":
         z = z / file.mask.sum(-1).clamp(min=1)
-    z = z[0::2] - z[1::2]
+    chosen, rejected = (z[i::2].detach() if recipe.detached == f"pair_{i}" else z[i::2] for i in (0, 1))
+    z = chosen - rejected
     known = {"ipo": (z - 0.5 / z.new_tensor(recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
+    known["smoothed"] = -0.9 * F.logsigmoid(recipe.beta * z) - 0.1 * F.logsigmoid(-recipe.beta * z)
     losses = known.get(recipe.pair_loss, -F.logsigmoid(recipe.beta * z))
     return F.pad(losses[:, None], (0, 2 * logprobs.shape[1] - 1)).view(logprobs.shape)
 
@@ -292,12 +298,20 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = sl
     file = corrected(file, recipe) if stage == "loss" else file
     if stage == "values":
         file = file.changed(count_mask=file["value_mask"])
+    own = None  # weight of the penalties
+    if "kl_mask" in file or recipe.kl_reduction:
+        alone = recipe.changed(reduction=recipe.kl_reduction or recipe.reduction)
+        own = weights(file.changed(count_mask=file.get("kl_mask", file.get("count_mask"))), alone)[rows]
     weight, file = weights(file, recipe)[rows], file.rows(rows)
     names = ("values", "value_mask") if stage == "values" else ("logprobs", "response_mask")
     inputs, mask = (file[name] for name in names)
-    terms = {"pairs": (pair_losses,), "values": (value_losses,)}.get(stage, (policy_losses, penalties))
-    first, *rest = (_derived(partial(term, file, recipe), inputs, mask) for term in terms)
-    return Parts(first, rest[0] if rest else none, weight)
+    if stage != "loss":
+        term = pair_losses if stage == "pairs" else value_losses
+        return Parts(_derived(partial(term, file, recipe), inputs, mask), none, weight)
+    penalty = _derived(partial(penalties, file, recipe), inputs, file.get("kl_mask", mask))
+    if own is not None:
+        penalty = penalty * own / weight
+    return Parts(_derived(partial(policy_losses, file, recipe), inputs, mask), penalty, weight)
 
 
 def _derived(losses: Callable[[Tensor], Tensor], inputs: Tensor, mask: Tensor) -> Tensor:
@@ -359,6 +373,12 @@ def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
 Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
 _VIRTUAL = ("kl_mask", "whiten_mask", "count_mask", "ratio_mask", "trainer_logprobs", "sampler_logprobs")
 _TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
+_TERMS |= dict.fromkeys(TABLE["twists"], "loss")
+_NAMES: dict[str, str] = TABLE["names"]
+_IN_LOGS = {
+    "below": lambda x: -math.expm1(-x),
+    "above": math.expm1,
+}  # bounds of the log-ratio as bounds of the ratio
 
 
 def own_rows(path: Path) -> dict[str, list[Row]]:
@@ -385,9 +405,9 @@ def rows(stage: str, recipe: Recipe) -> Iterator[Row]:
     table = TABLE["stages"][stage]
     yield from table["rows"]
     yield from varied(stage, recipe)
-    for family in ("factors", "moves", "masks"):
-        for name, (form, words) in product(table[family], TABLE[family]):
-            yield _TERMS[name], f"{name} {words}", {name: form and form.format(name)}
+    for family in ("factors", "moves", "shapes", "masks"):
+        for name, (form, words) in product(table.get(family, []), TABLE[family]):
+            yield _TERMS[name], f"{_NAMES.get(name, name)} {words}", {name: form and form.format(name)}
     for names in table["exchanged"]:
         for a, b in permutations(names, 2):
             yield _TERMS[a], f"{b} in place of {a}", {a: f"${b}"}
@@ -419,6 +439,8 @@ def twisted(file: BatchFile, recipe: Recipe, change: dict[str, Any]) -> tuple[Ba
             value = getattr(recipe, source, recipe.correction.get(source.removeprefix("correction."), own))
             if isinstance(value, Tensor):
                 value = moved(file, value, move)
+            elif move and value is not None:
+                value = _IN_LOGS[move](value)
             if value is None:
                 return None
             value = value if factor is None else float(factor) * value
@@ -445,7 +467,13 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "interleaved": lambda: torch.arange(rows) % len(x.unique()),
         "neighbours": lambda: torch.arange(rows) // max(1, rows // len(x.unique())),
         "by_micro_batch": lambda: x * len(micro) + micro if len(micro) == rows else None,
+        "each": lambda: torch.arange(rows),
         "squared": lambda: x.square(),
+        "signs": lambda: x.sign(),
+        "positive": lambda: x.clamp(min=0),
+        "absolute": lambda: x.abs(),
+        "standard": lambda: (x - x.mean()) / x.std().clamp(min=1e-8),
+        **{f"within_{most}": lambda most=most: x.clamp(-most, most) for most in (1, 5, 10)},
         "inverted": lambda: 1 / x.clamp(min=1e-6),
     }
     if move in moves or x.dim() < 2:
@@ -458,6 +486,8 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         return rolled
     mask = x if x.dtype == torch.bool else file.mask if x.shape == file.mask.shape else torch.ones_like(x) > 0
     counts, width = mask.sum(1, keepdim=True), x.shape[1]
+    if move == "signal":
+        return mask & (_tokens(file["advantages"], mask) != 0) if "advantages" in file else None
     after, before = moved(file, mask, ">>0"), moved(file, mask, "<<0")
     masks = {
         "left": x.gather(1, (torch.arange(width) + counts) % width),

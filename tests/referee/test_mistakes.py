@@ -77,7 +77,7 @@ def test_every_name_of_the_table_is_a_setting_or_a_tensor_and_has_a_term():
         for term, words, change in rows(stage, Recipe(**{key: row[0] for key, row in SETTINGS.items()})):
             assert term and words
             names = {key.partition(".")[0] for key in change}
-            assert names <= {*SETTINGS, *TABLE["tensors"], "detached"}, change
+            assert names <= {*SETTINGS, *TABLE["tensors"], *TABLE["twists"]}, change
 
 
 @pytest.mark.parametrize(

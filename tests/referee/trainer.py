@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.05, "reduction": "sequence"},
     "dapo": {"clip_high": 0.28, "reduction": "token", "kl_coef": 0.02, "kl": "k2"},
     "opo": {"advantage": "opo", "scale": "none", "reduction": "token"},
-    "truncate": {"reduction": "token", "correction": {"kind": "truncate", "cap": 1.1}},
+    "truncate": {"reduction": "token", "kl_coef": 0.05, "correction": {"kind": "truncate", "cap": 1.1}},
     "reject": {
         "reduction": "token",
         "correction": {"reject": "token", "reject_low": 0.9, "reject_high": 1.15},
@@ -133,7 +133,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "kl_missing": (["grpo", "dapo"], ["KL"]),
     "kl_of_old_policy": (["grpo"], ["KL"]),
     "ratio_reversed": (["grpo", "truncate"], ["ratio"]),
-    "clip_of_log_ratio": (["grpo", "dapo"], ["clipping", "loss"]),
+    "clip_of_log_ratio": (["grpo", "dapo"], ["clipping"]),
+    "variance": (["grpo"], ["advantages"]),
+    "advantages_by_length": (["grpo", "dapo"], ["advantages"]),
+    "rewards_squared": (["opo"], ["advantages"]),
+    "reward_kl_mean": (["reinforce", "ppo"], ["advantages"]),
+    "kl_with_padding": (["grpo", "dapo"], ["KL"]),
+    "kl_weighted": (["truncate"], ["KL"]),
+    "cispo_attached": (["scalerl"], ["surrogate"]),
+    "mean_of_active": (["dapo"], ["reduction"]),
+    "old_of_sampler": (["dapo"], ["old_logprobs"]),
+    "reference_of_trainer": (["grpo"], ["ref_logprobs"]),
+    "rejected_without_gradient": (["dpo", "ipo"], ["pairs"]),
     "mean_with_padding": (["dapo", "opo"], ["reduction"]),
     "mean_of_ranks": (["dapo", "opo"], ["reduction"]),
     "sequence_as_token_mean": (["grpo", "gspo_token"], ["reduction"]),
@@ -193,10 +204,14 @@ def advantages_of(c: dict[str, Any], s: SimpleNamespace, bug: str | None) -> tup
     kl = (logp["old"] - logp["ref"]) * mask * c["kl_coef"] * (c.get("kl_in") == "reward")
     if bug == "reward_kl_sign":
         kl = -kl
+    if bug == "reward_kl_mean":
+        kl = kl / mask.sum(1, keepdim=True)
     if c["advantage"] == "gae":
         return _gae(c, s, kl, bug)
     if bug == "rewards_of_next_row":
         rewards = rewards.roll(-1)
+    if bug == "rewards_squared":
+        rewards = rewards**2
     rewards = rewards - kl.sum(1)
     groups = rewards.view(PROMPTS, SAMPLES)
     if bug == "groups_within_micro_batches":  # the micro-batches cut the groups in halves
@@ -207,7 +222,7 @@ def advantages_of(c: dict[str, Any], s: SimpleNamespace, bug: str | None) -> tup
         baseline = (groups * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)
     a = groups - (0 if c["advantage"] == "none" else baseline)
     if c["scale"] == "group" and bug != "deviation_of_batch":
-        a = a / (groups.std(1, keepdim=True) + c["std_eps"])
+        a = a / (groups.std(1, keepdim=True) ** (2 if bug == "variance" else 1) + c["std_eps"])
     elif c["scale"] == "batch" or bug == "deviation_of_batch":
         a = a / (rewards.std() + c["std_eps"])
     a = a.reshape(-1)
@@ -215,6 +230,8 @@ def advantages_of(c: dict[str, Any], s: SimpleNamespace, bug: str | None) -> tup
         a = (a - a.mean()) / (a.std() + c["std_eps"])
     if bug == "advantages_of_other_row":
         a = a.roll(1)
+    if bug == "advantages_by_length":
+        a = a[s.mask.sum(1).argsort(stable=True)]
     if weight := c.get("teacher_in_advantage"):
         teacher = shift(logp["teacher"], -1) if bug == "teacher_shifted" else logp["teacher"]
         gap = teacher - logp["now" if bug == "teacher_minus_current" else "behaviour"]
@@ -259,8 +276,13 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
     header |= {"pad_id": PAD, "eos_ids": [END], "claims": claims, "updates_since_old": 1}
     if bug == "old_at_other_temperature":
         s.logp["old"] = picked(s.logits["old"], s.ids, 0.6)
+    if bug in ("old_of_sampler", "reference_of_trainer"):
+        s.logp["old" if bug[0] == "o" else "ref"] = s.logp["behaviour" if bug[0] == "o" else "old"].clone()
+        header |= {"updates_since_old": 0} if bug[0] == "o" else {"step": 3}
     if bug == "reference_of_other_row":
         s.logp["ref"] = s.logp["ref"].roll(1, 0)
+    if bug == "mean_of_active":
+        s.rewards[:SAMPLES] = s.rewards[0]
     if bug == "first_token_masked":
         s.mask = s.mask.clone()
         s.mask[:, 0] = False
@@ -300,9 +322,10 @@ def _loss(
     counted = mask if bug == "rejected_still_count" else used
     counted = torch.ones_like(mask) if bug == "mean_with_padding" else counted
     counted = s.real.double() if bug == "messages_counted" else counted
+    counted = mask * (a != 0)[:, None] if bug == "mean_of_active" else counted
     losses = []
     for part in range(MICRO):
-        i = micro == part
+        i, apart = micro == part, 0.0
         x, y, w = now[i].double(), logp["old"][i], used[i]
         adv = a[i] if a.dim() == 2 else a[i][:, None]
         gap = (y - x) if bug == "ratio_reversed" else (x - y)
@@ -314,7 +337,8 @@ def _loss(
         if c["surrogate"] == "reinforce":
             loss = -adv * x
         elif c["surrogate"] == "cispo" and bug != "cispo_as_clip":
-            loss = -adv * u.clamp(low, high).detach() * x
+            clipped = u.clamp(low, high)
+            loss = -adv * (clipped if bug == "cispo_attached" else clipped.detach()) * x
         elif bug == "clip_of_log_ratio":
             loss = torch.max(-adv * u, -adv * gap.clamp(-c["clip_low"], c["clip_high"]).exp())
         else:
@@ -323,7 +347,11 @@ def _loss(
         if c["kl_coef"] and c.get("kl_in") != "reward":
             k = (y if bug == "kl_of_old_policy" else x) - logp["ref"][i]
             k = k.square() / 2 if c["kl"] == "k2" else torch.exp(-k) - 1 + k
-            loss = loss + c["kl_coef"] * {"kl_doubled": 2, "kl_missing": 0}.get(str(bug), 1) * k
+            k = c["kl_coef"] * {"kl_doubled": 2, "kl_missing": 0}.get(str(bug), 1) * k
+            if bug == "kl_with_padding":
+                apart = k.sum() / mask.numel()
+            else:
+                loss = loss + (k * weights[i] if bug == "kl_weighted" else k)
         if coef := c.get("teacher_coef"):
             teacher = shift(logp["teacher"], -1) if bug == "teacher_shifted" else logp["teacher"]
             k = x - teacher[i]
@@ -332,7 +360,7 @@ def _loss(
             if bug == "teacher_other_direction":
                 kind = "k3" if kind == "k1" else "k1"
             loss = loss + coef * (k.detach() * x if kind == "k1" else torch.exp(-k) - 1 + k)
-        losses.append(_reduced(c["reduction"], loss, w, counted, i, bug))
+        losses.append(_reduced(c["reduction"], loss, w, counted, i, bug) + apart)
     return _backward(losses, now, "logprob_grads", "losses")
 
 
@@ -404,7 +432,8 @@ def _pairs(c: dict[str, Any], s: SimpleNamespace, micro: Tensor, bug: str | None
         ratios = ((now[i].double() - reference) * mask[i]).sum(1)
         if bug == "pair_averaged":
             ratios = ratios / mask[i].sum(1)
-        z = ratios[0::2] - ratios[1::2]
+        rejected = ratios[1::2]
+        z = ratios[0::2] - (rejected.detach() if bug == "rejected_without_gradient" else rejected)
         if c["surrogate"] == "ipo":
             loss = (z - (1 if bug == "ipo_target" else 0.5) / beta) ** 2
         else:
