@@ -223,7 +223,11 @@ class _Stage:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
         also = f", and the micro-batches {lost} are lost" if lost else ""
         mask = self.file.mask
-        counts = {"responses": len(mask), "positions of a response": mask.shape[1], "tokens": int(mask.sum())}
+        counts: dict[str, float] = {
+            "responses": len(mask),
+            "positions of a response": mask.shape[1],
+            "tokens": int(mask.sum()),
+        }
         if "group" in self.file:
             counts["prompts"] = prompts = len(self.file["group"].unique())
             counts["responses of a prompt"] = len(mask) / prompts
@@ -265,10 +269,30 @@ class _Stage:
         if not self.by_token:
             return "add logprob_grads to the file to see where"
         gap = (self.found - self.numbers(self.base)).abs()
-        places = (gap > self.within * gap.max()).nonzero()
+        differ = gap > self.within * gap.max()
+        places = differ.nonzero()
         row, column = places[0].tolist() if len(places) else (0, 0)
         count = len(places[:, 0].unique())
-        return f"{len(places)} tokens of {count} responses differ, the first at row {row}, position {column}"
+        text = f"{len(places)} tokens of {count} responses differ, the first at row {row}, position {column}"
+        kinds = self.kinds() if self.name == "loss" and differ.shape == self.file.mask.shape else {}
+        held = [(int(at.sum()), words) for words, at in kinds.items() if not (differ & ~at).any()]
+        return f"{text}; all are {min(held)[1]}" if held else text
+
+    def kinds(self) -> dict[str, Tensor]:
+        """Return sets of tokens [B, T] to which differences may be limited, by words."""
+        file, recipe, mask = self.file, self.recipe, self.file.mask
+        ratio = recipes.log_ratio(file, recipe, file["logprobs"], recipe.ratio).exp().expand(mask.shape)
+        a = file["advantages"].view(len(mask), -1).expand(mask.shape)
+        place, last = mask.cumsum(1), mask.sum(1, keepdim=True)
+        kinds = {"outside of the mask": ~mask, "at the first token": (place == 1) & mask}
+        kinds |= {"at the last token": (place == last) & mask, "at negative advantages": (a < 0) & mask}
+        kinds["at positive advantages"] = (a > 0) & mask
+        kinds["at ratios outside of the bounds"] = (ratio < 1 - recipe.clip_low) | (
+            ratio > 1 + recipe.clip_high
+        )
+        parts = self.file["micro_batch"][:, None]
+        count = int(parts.max()) + 1
+        return kinds | {f"in micro-batch {i}": (parts == i) & mask for i in range(count) if count > 1}
 
     # -- without claims
 

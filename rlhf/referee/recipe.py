@@ -459,7 +459,7 @@ def twisted(file: BatchFile, recipe: Recipe, change: dict[str, Any]) -> tuple[Ba
 def moved(file: BatchFile, x: Tensor, move: str) -> Any:
     """Return a tensor after a move; None if the tensor has not the dimensions."""
     rows, micro = len(x), file["micro_batch"]
-    moves = {
+    moves: dict[str, Callable[[], Any]] = {
         "": lambda: x,
         "vv": lambda: x.roll(1, 0),
         "^^": lambda: x.roll(-1, 0),
@@ -472,8 +472,8 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "signs": lambda: x.sign(),
         "positive": lambda: x.clamp(min=0),
         "absolute": lambda: x.abs(),
-        "standard": lambda: (x - x.mean()) / x.std().clamp(min=1e-8),
-        **{f"within_{most}": lambda most=most: x.clamp(-most, most) for most in (1, 5, 10)},
+        "standard": lambda: (x - x.mean()) / x.std(correction=0).clamp(min=1e-8),
+        **{f"within_{most}": partial(x.clamp, -most, most) for most in (1, 5, 10)},
         "inverted": lambda: 1 / x.clamp(min=1e-6),
     }
     if move in moves or x.dim() < 2:

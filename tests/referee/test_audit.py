@@ -395,3 +395,18 @@ def test_shifted_log_probs_are_those_of_a_position():
             given = step("grpo", 1)[0][name]
             assert name in wrong(of("grpo", **{name: shift(given, by)}))
     assert "kl_doubled" in MISTAKES
+
+
+@pytest.mark.parametrize("where", ["last token", "negative advantages", "micro-batch 2"])
+def test_an_unknown_mistake_is_located_by_the_tokens_that_differ(where):
+    tensors, header = step("dapo", 1)
+    mask, wrong = tensors["response_mask"].bool(), tensors["logprob_grads"].clone()
+    at = {
+        "last token": mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)),
+        "negative advantages": mask & (tensors["advantages"] < 0)[:, None],
+        "micro-batch 2": mask & (tensors["micro_batch"] == 2)[:, None],
+    }[where]
+    wrong[at] = 1.3 * wrong[at] + 0.002
+    findings = audit(checked(BatchFile(tensors | {"logprob_grads": wrong}, header)))
+    assert [each.term for each in findings if each.state == "wrong"] == ["loss"]
+    assert findings[-1].text.count(where) == 1 and f"{int(at.sum())} tokens" in findings[-1].text
