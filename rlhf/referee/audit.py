@@ -140,7 +140,7 @@ class _Stage:
         if not self.found.any() and not self.numbers(self.base).any():
             zero = self.name == "loss" and not self.file["advantages"].any()
             return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
-        if not self.file.header.get("claims"):
+        if self.file.header.get("claims") is None:
             if same := self.identified():
                 return [Finding(term, "ok", self.words(self.alike(same)))]
             state = "unchecked" if self.name == "advantages" else "wrong"  # rewards may be shaped before
@@ -231,9 +231,14 @@ class _Stage:
         if "group" in self.file:
             counts["prompts"] = prompts = len(self.file["group"].unique())
             counts["responses of a prompt"] = len(mask) / prompts
+        longest, taken = float(mask.sum(1).max()), count / value
         for words, each in counts.items():
             if not lost and any(abs(value / usual - 1) < self.within for usual in (each, 1 / each)):
                 also = f": multiplied or divided by the {each:.6g} {words}"
+        if self.recipe.max_tokens and abs(value * longest / self.recipe.max_tokens - 1) < self.within:
+            also = f": divided by the longest response ({longest:g}), not by {self.recipe.max_tokens}"
+        elif count > 1 and 0.5 < taken < 100 and abs(taken - round(taken)) < self.within:
+            also = f": divided by {taken:.0f}, not by the {count} micro-batches"
         return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
 
     def reported(self, parts: Parts) -> str:
@@ -386,6 +391,8 @@ def _mask(file: BatchFile) -> Finding:
         trailing = padding.flip(-1).long().cumprod(-1).flip(-1).bool()
         last = is_end & (before == 0)
         unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
+        if not (padding & ~trailing).any():  # never sampled, so a long run of it is not, either
+            real = real & ~(unclear & (unclear.sum(1, keepdim=True) >= 8))
         real = real & (~trailing | last if messages.any() else before == 0)
     wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True) & known
     ends, starts = (missing & ~(missing & ~at).any() for at in (last, (real.cumsum(-1) == 1) & real))
@@ -411,6 +418,12 @@ def _logprobs(file: BatchFile) -> Iterator[Finding]:
         yield Finding("log-probs", "unchecked", why)
         return
     found = [Finding(name, "wrong", text) for name in names if (text := _unlike(file, name))]
+    if "weights" in file and {"old_logprobs", "behaviour_logprobs"} <= {*names}:
+        at = file.mask & (file["weights"] > 0)
+        gap = (file["old_logprobs"] - file["behaviour_logprobs"])[at]
+        if len(gap) >= 30 and _correlation(gap, file["weights"][at].log()) < -0.5:
+            words = "the weights are inverted: they are larger where the sampler is, not the trainer"
+            found.append(Finding("correction", "wrong", words))
     fit = Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
     yield from found or [fit]
 
@@ -423,7 +436,7 @@ def _unlike(file: BatchFile, name: str) -> str:
         fits[move] = _correlation(now[both], moved(file, other, move)[both])
     best = max(fits, key=lambda move: fits[move])
     step, since = (file.header.get(key) for key in ("step", "updates_since_old"))
-    gap = (now - other)[mask].abs()
+    gap = (now - other)[mask]
 
     def same(known: str) -> bool:
         return known in file and torch.equal(file[known][mask], other[mask])
@@ -434,15 +447,21 @@ def _unlike(file: BatchFile, name: str) -> str:
         side = {">": "shifted by one position to the left", "<": "shifted by one position to the right"}
         what = side.get(best[0], "those of a neighbouring row")
         return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
+    if share := _of_other_rows(mask, now, other):
+        return f"those of other rows: {share:.0%} of the rows are like another row, and not like their own"
     trained = isinstance(step, int) and step > (since or 0) + 1  # before the old log-probs were computed
     if name == "ref_logprobs" and trained and same("old_logprobs"):
         return "those of the trainer before the update"
-    if name == "old_logprobs" and since == 0 and float(gap.mean()) > 50 * file.header["within"]:
+    if name == "old_logprobs" and since == 0 and float(gap.abs().mean()) > 50 * file.header["within"]:
         if same("behaviour_logprobs"):
             return "those of the sampler, not of the trainer before the update"
-        return f"stale: no update since, but they differ from logprobs by {gap.mean():.3g} on average"
-    if name == "old_logprobs" and since and float(gap.max()) < 1e-6:
+        return f"stale: no update since, but they differ from logprobs by {gap.abs().mean():.3g} on average"
+    if name == "old_logprobs" and since and float(gap.abs().max()) < 1e-6:
         return f"those of the current policy: {since} updates were made since, but every ratio is 1"
+    mean, error = (x := gap.exp()).mean(), x.std() / len(x) ** 0.5
+    if name == "behaviour_logprobs" and float(mean) > 1.5 and float(mean - 1) > 10 * float(error):
+        words = f"the mean ratio of trainer to sampler is {mean:.3g}, but about 1 or less for sampled tokens"
+        return f"not the log-probs with which the tokens were sampled: {words}"
     if name in ("behaviour_logprobs", "old_logprobs"):
         trainer = file.get("old_logprobs", now)[mask] if name[0] == "b" else now[mask]
         gap = trainer - other[mask]
@@ -453,6 +472,20 @@ def _unlike(file: BatchFile, name: str) -> str:
             words = "another temperature than the trainer's: the difference follows the log-prob itself"
             return f"{words} (correlation {tilt[0]:.2f}; {spread})"
     return ""
+
+
+def _of_other_rows(mask: Tensor, x: Tensor, y: Tensor) -> float:
+    """Return the share of the rows of `x` [B, T] that are like another row of `y`; 0 if it is small."""
+    mask, x, y = (each[mask.sum(1) >= 10].double() for each in (mask, x, selected(y, mask)))
+    count = mask.sum(1, keepdim=True)
+    x = (x - (x * mask).sum(1, keepdim=True) / count) * mask
+    spread = (
+        mask @ y.square().T - (mask @ y.T).square() / count
+    )  # of each row of y over the mask of a row of x
+    likeness = (x @ y.T) / (x.norm(dim=1, keepdim=True) * spread.clamp(min=0).sqrt()).clamp(min=1e-12)
+    other = (likeness.amax(1) > 0.8) & (likeness.diagonal() < 0.5) if len(x) else x[:, :0].sum(1) > 0
+    share = float(other.double().mean().nan_to_num())
+    return share if share > 0.2 else 0.0
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:

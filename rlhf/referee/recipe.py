@@ -54,7 +54,7 @@ class Recipe(SimpleNamespace):
         Raises:
             UserError: a value has the wrong type or is no value of its setting; it names all problems.
         """
-        claims, problems = dict(file.header.get("claims", {})), []
+        claims, problems = dict(file.header.get("claims") or {}), []
         if file.pairs:
             claims = {"pair_loss": claims.pop("surrogate", "sigmoid"), "reduction": "sequence_sum", **claims}
         recipe = cls(**TABLE["twists"], **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
@@ -160,7 +160,7 @@ def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
     def total(x: Tensor) -> Tensor:
         return x.new_zeros(len(size)).index_add(0, g, x)[g]
 
-    mean, count, free = total(r) / size[g], size[g], 1 if recipe.std == "unbiased" else 0
+    mean, count, free = total(r) / size[g], size[g], 0 if recipe.std == "biased" else 1
     baseline = {"batch": r.mean(), "none": torch.zeros(())}.get(recipe.advantage, mean)
     if recipe.advantage == "opo":
         lengths = torch.ones_like(r).index_copy(0, rows, file.mask.sum(-1).double())
@@ -218,6 +218,8 @@ def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
 def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     """Return the losses [B, T] of tokens before the reduction, without KL."""
     a = _tokens(file["advantages"], file.mask)
+    if recipe.detached == "advantage":  # that of a distillation: teacher - policy
+        a = a - (logprobs - logprobs.detach())
     log_u = bounded(log_ratio(file, recipe, logprobs, recipe.ratio))
     batch: Any = SimpleNamespace(advantages=a, response_mask=file.mask)
     losses, _ = _objective(recipe).surrogate(log_u, logprobs, batch)
@@ -251,14 +253,16 @@ def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
         weight = ratio.clamp(max=recipe.teacher_cap) if recipe.teacher_cap else torch.ones_like(ratio)
         distance = _kl(k, torch.zeros_like(k), recipe.teacher)
         if recipe.teacher == "k1":
-            distance = gae(k.detach(), 0 * k.detach(), recipe.teacher_gamma, 1.0, file.mask) * logprobs
+            k = k if recipe.detached == "advantage" else k.detach()
+            distance = gae(k, 0 * k, recipe.teacher_gamma, 1.0, file.mask) * logprobs
         losses = losses + recipe.teacher_coef * weight * distance
     return losses
 
 
 def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     """Return the losses [B, T] of pairs, in the first column of the chosen row."""
-    z = selected(logprobs - file["ref_logprobs"], file.mask).sum(-1)
+    reference = selected(file["ref_logprobs"], file.mask).sum(-1)
+    z = selected(logprobs, file.mask).sum(-1) - moved(file, reference, recipe.after)
     if recipe.reduction == "sequence":
         z = z / file.mask.sum(-1).clamp(min=1)
     chosen, rejected = (z[i::2].detach() if recipe.detached == f"pair_{i}" else z[i::2] for i in (0, 1))
@@ -423,7 +427,8 @@ def varied(stage: str, recipe: Recipe) -> list[Row]:
             change = {k: v for k, v in zip(keys, values, strict=True) if v != getattr(recipe, k)}
             texts = [f"{k} is {v}, not {getattr(recipe, k)}: {SETTINGS[k][2][v]}" for k, v in change.items()]
             if change and values[0] not in ("given", "gae"):
-                found.append((_TERMS[next(iter(change))], "; ".join(texts).rstrip(": "), change))
+                text = "; ".join(each.rstrip(": ") for each in texts)
+                found.append((_TERMS[next(iter(change))], text, change))
     return sorted(found, key=lambda row: len(row[2]))
 
 
@@ -456,6 +461,14 @@ def twisted(file: BatchFile, recipe: Recipe, change: dict[str, Any]) -> tuple[Ba
     return file.changed(**tensors), recipe.changed(**settings)
 
 
+def _by_part(micro: Tensor, like: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor like another one, with what `change` gives for the rows of each micro-batch."""
+    found = torch.zeros_like(like)
+    for part in micro.unique():
+        found[micro == part] = change(micro == part)
+    return found
+
+
 def moved(file: BatchFile, x: Tensor, move: str) -> Any:
     """Return a tensor after a move; None if the tensor has not the dimensions."""
     rows, micro = len(x), file["micro_batch"]
@@ -468,6 +481,12 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "neighbours": lambda: torch.arange(rows) // max(1, rows // len(x.unique())),
         "by_micro_batch": lambda: x * len(micro) + micro if len(micro) == rows else None,
         "each": lambda: torch.arange(rows),
+        "halves": lambda: torch.stack(x.chunk(2), 1).flatten(),
+        "halves_of_parts": lambda: _by_part(micro, x, lambda at: torch.stack(x[at].chunk(2), 1).flatten()),
+        "white": lambda: whiten(_tokens(x, file.mask), file.mask),
+        "white_parts": lambda: _by_part(
+            micro, file.mask.double(), lambda at: whiten(_tokens(x, file.mask)[at], file.mask[at])
+        ),
         "squared": lambda: x.square(),
         "signs": lambda: x.sign(),
         "positive": lambda: x.clamp(min=0),

@@ -145,6 +145,12 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "old_of_sampler": (["dapo"], ["old_logprobs"]),
     "reference_of_trainer": (["grpo"], ["ref_logprobs"]),
     "rejected_without_gradient": (["dpo", "ipo"], ["pairs"]),
+    "reference_in_halves": (["dpo", "ipo"], ["pairs"]),
+    "whitened_again": (["dapo", "turns"], ["advantages"]),
+    "reference_of_other_rows": (["grpo"], ["ref_logprobs"]),
+    "sampler_divides_log_probs": (["truncate"], ["behaviour_logprobs"]),
+    "teacher_advantage_attached": (["distill"], ["teacher"]),
+    "padding_without_end": (["turns"], ["mask"]),
     "mean_with_padding": (["dapo", "opo"], ["reduction"]),
     "mean_of_ranks": (["dapo", "opo"], ["reduction"]),
     "sequence_as_token_mean": (["grpo", "gspo_token"], ["reduction"]),
@@ -279,6 +285,14 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
     if bug in ("old_of_sampler", "reference_of_trainer"):
         s.logp["old" if bug[0] == "o" else "ref"] = s.logp["behaviour" if bug[0] == "o" else "old"].clone()
         header |= {"updates_since_old": 0} if bug[0] == "o" else {"step": 3}
+    if bug == "sampler_divides_log_probs":
+        s.logp["behaviour"] = s.logp["behaviour"] / 0.6
+    if bug == "reference_of_other_rows":
+        s.logp["ref"] = s.logp["ref"][torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))]
+    if bug == "padding_without_end":
+        cut = s.mask.sum(1) < TOKENS - 8
+        s.ids[cut & s.real.any(1)] = torch.where(s.ids[cut] == END, 5, s.ids[cut])
+        s.mask = s.mask | (cut[:, None] & ~s.messages)
     if bug == "reference_of_other_row":
         s.logp["ref"] = s.logp["ref"].roll(1, 0)
     if bug == "mean_of_active":
@@ -328,6 +342,9 @@ def _loss(
         i, apart = micro == part, 0.0
         x, y, w = now[i].double(), logp["old"][i], used[i]
         adv = a[i] if a.dim() == 2 else a[i][:, None]
+        if bug == "whitened_again":
+            adv = adv.expand_as(x)
+            adv = (adv - adv[mask[i] > 0].mean()) / (adv[mask[i] > 0].std() + 1e-8)
         gap = (y - x) if bug == "ratio_reversed" else (x - y)
         u = gap.exp()
         if c["ratio"] == "sequence_token" and bug != "token_ratio":
@@ -359,7 +376,9 @@ def _loss(
             kind = c.get("teacher", "k1")
             if bug == "teacher_other_direction":
                 kind = "k3" if kind == "k1" else "k1"
-            loss = loss + coef * (k.detach() * x if kind == "k1" else torch.exp(-k) - 1 + k)
+            if bug != "teacher_advantage_attached":
+                k = k.detach() if kind == "k1" else k
+            loss = loss + coef * (k * x if kind == "k1" else torch.exp(-k) - 1 + k)
         losses.append(_reduced(c["reduction"], loss, w, counted, i, bug) + apart)
     return _backward(losses, now, "logprob_grads", "losses")
 
@@ -429,7 +448,10 @@ def _pairs(c: dict[str, Any], s: SimpleNamespace, micro: Tensor, bug: str | None
     for part in range(MICRO):
         i = micro == part
         reference = 0 if bug == "pair_without_reference" else s.logp["ref"][i].double()
-        ratios = ((now[i].double() - reference) * mask[i]).sum(1)
+        sums = (reference * mask[i]).sum(1)
+        if bug == "reference_in_halves":
+            sums = torch.stack(sums.chunk(2), 1).flatten()
+        ratios = (now[i].double() * mask[i]).sum(1) - sums
         if bug == "pair_averaged":
             ratios = ratios / mask[i].sum(1)
         rejected = ratios[1::2]
