@@ -181,6 +181,8 @@ class _Stage:
             if self.off(case.parts) < self.within:
                 return [(case.term, case.text)]
             cases.append(case)
+        if fitted := self.fitted():
+            return [("KL" if self.recipe.kl_coef else "teacher", fitted)]
         if factor:
             return [("reduction" if self.size else self.name, factor)]
         for case in cases:
@@ -197,6 +199,21 @@ class _Stage:
             if float((x.sort()[0] - y.sort()[0]).norm()) < self.within * float(y.norm()):
                 return [("advantages", "they are right, but stand at other rows")]
         return []
+
+    def fitted(self) -> str:
+        """Return in words the factor of the penalties that gives the gradient of the file, or ""."""
+        penalty = self.numbers(self.base._replace(policy=torch.zeros(2, 1, 1)))
+        if not self.by_token or self.name != "loss" or not penalty.any():
+            return ""
+        found = self.found[self.rows]
+        rest = found - self.numbers(self.base) + penalty
+        scale = float((rest * penalty).sum() / penalty.square().sum())
+        if float((rest - scale * penalty).norm()) > self.within * float(found.norm()):
+            return ""
+        count, words = int(self.file["micro_batch"].max()) + 1, ""
+        if count > 1 and min(abs(scale / count - 1), abs(scale * count - 1)) < 10 * self.within:
+            words = f": not divided by the {count} micro-batches, or once more"
+        return f"the penalty is {scale:.4g} times as large{words}"
 
     def factor(self, parts: Parts) -> tuple[str, bool]:
         """Return in words the factor between the file and a recipe, and whether it is any number.
@@ -229,13 +246,16 @@ class _Stage:
             "tokens": int(mask.sum()),
         }
         if "group" in self.file:
-            counts["prompts"] = prompts = len(self.file["group"].unique())
-            counts["responses of a prompt"] = len(mask) / prompts
+            counts["prompts"] = len(self.file["group"].unique())
+            counts["responses of a prompt"] = len(mask) / counts["prompts"]
         longest, taken = float(mask.sum(1).max()), count / value
         for words, each in counts.items():
             if not lost and any(abs(value / usual - 1) < self.within for usual in (each, 1 / each)):
                 also = f": multiplied or divided by the {each:.6g} {words}"
-        if self.recipe.max_tokens and abs(value * longest / self.recipe.max_tokens - 1) < self.within:
+        prompts = float(self.file["prompt_mask"].sum()) if "prompt_mask" in self.file else 0.0
+        if prompts and abs(value * (1 + prompts / float(mask.sum())) - 1) < self.within:
+            also = ": the tokens of the prompts count in the mean"
+        elif self.recipe.max_tokens and abs(value * longest / self.recipe.max_tokens - 1) < self.within:
             also = f": divided by the longest response ({longest:g}), not by {self.recipe.max_tokens}"
         elif count > 1 and 0.5 < taken < 100 and abs(taken - round(taken)) < self.within:
             also = f": divided by {taken:.0f}, not by the {count} micro-batches"
@@ -462,7 +482,8 @@ def _unlike(file: BatchFile, name: str) -> str:
     if name == "behaviour_logprobs" and float(mean) > 1.5 and float(mean - 1) > 10 * float(error):
         words = f"the mean ratio of trainer to sampler is {mean:.3g}, but about 1 or less for sampled tokens"
         return f"not the log-probs with which the tokens were sampled: {words}"
-    if name in ("behaviour_logprobs", "old_logprobs"):
+    known = ("behaviour_logprobs", "old_logprobs", *["ref_logprobs"] * (Recipe.of(file).temperature != 1))
+    if name in known:
         trainer = file.get("old_logprobs", now)[mask] if name[0] == "b" else now[mask]
         gap = trainer - other[mask]
         tilt = _correlation(gap, trainer), _correlation(gap, other[mask])

@@ -146,6 +146,8 @@ def _estimated(file: BatchFile, recipe: Recipe) -> Tensor:
     scored = {"gae_every": where, "gae_first": where & (place == 1)}
     last = where & (place == where.sum(1, keepdim=True))
     rewards = scored.get(recipe.advantage, last) * file["rewards"][:, None]
+    if recipe.advantage == "gae_next":
+        rewards = rewards + recipe.gamma * last * moved(file, file["old_values"], "<<0")
     rewards = rewards - F.pad(penalty, (0, where.shape[1] - penalty.shape[1]))
     a = gae(rewards, values, recipe.gamma, recipe.lam, where)
     return a + values if recipe.advantage == "gae_returns" else a
@@ -161,7 +163,8 @@ def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
         return x.new_zeros(len(size)).index_add(0, g, x)[g]
 
     mean, count, free = total(r) / size[g], size[g], 0 if recipe.std == "biased" else 1
-    baseline = {"batch": r.mean(), "none": torch.zeros(())}.get(recipe.advantage, mean)
+    known = {"batch": r.mean(), "none": torch.zeros(()), "others_by_all": (total(r) - r) / count}
+    baseline = known.get(recipe.advantage, mean)
     if recipe.advantage == "opo":
         lengths = torch.ones_like(r).index_copy(0, rows, file.mask.sum(-1).double())
         baseline = total(r * lengths) / total(lengths)
@@ -225,6 +228,8 @@ def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     losses, _ = _objective(recipe).surrogate(log_u, logprobs, batch)
     if recipe.surrogate == "reinforce":
         losses = -a * logprobs
+    elif recipe.surrogate == "dual":  # also where advantages are positive
+        losses = torch.minimum(losses, -(recipe.dual_clip or 3.0) * a)
     elif recipe.surrogate in ("inverted", "bound", "attached"):
         bound = -a * log_u.exp().clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
         smaller = torch.minimum(-a * log_u.exp(), bound)  # in place of the larger one
@@ -296,7 +301,15 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = sl
     if stage == "advantages":
         found = _advantages(file, recipe, rows)
     elif stage == "returns":
-        found = selected(_estimated(file, recipe) + file["old_values"], file["value_mask"])
+        white = recipe.after == "advantages"
+        a = (
+            F.pad(file["advantages"], (0, file["old_values"].shape[1] - file.mask.shape[1]))
+            if white
+            else None
+        )
+        found = selected(
+            (_estimated(file, recipe) if a is None else a) + file["old_values"], file["value_mask"]
+        )
     if stage in ("advantages", "returns"):
         return Parts(found.expand(2, *found.shape), none, torch.ones(()))
     file = corrected(file, recipe) if stage == "loss" else file
@@ -478,6 +491,7 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "^^": lambda: x.roll(-1, 0),
         "flipped": lambda: x.flip(0),
         "interleaved": lambda: torch.arange(rows) % len(x.unique()),
+        "stride": lambda: torch.arange(rows) // int(x.unique(return_counts=True)[1].max()),
         "neighbours": lambda: torch.arange(rows) // max(1, rows // len(x.unique())),
         "by_micro_batch": lambda: x * len(micro) + micro if len(micro) == rows else None,
         "each": lambda: torch.arange(rows),
@@ -505,6 +519,12 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         return rolled
     mask = x if x.dtype == torch.bool else file.mask if x.shape == file.mask.shape else torch.ones_like(x) > 0
     counts, width = mask.sum(1, keepdim=True), x.shape[1]
+    if move == "sampled":
+        ids, pad = file.get("response_ids"), file.header.get("pad_id")
+        return None if ids is None or pad is None else mask | (ids != pad)
+    if move == "of_part":
+        longest = torch.stack([counts[micro == part].max() for part in micro.unique()])
+        return torch.arange(x.shape[1]) < longest[micro][:, None]
     if move == "signal":
         return mask & (_tokens(file["advantages"], mask) != 0) if "advantages" in file else None
     after, before = moved(file, mask, ">>0"), moved(file, mask, "<<0")

@@ -151,6 +151,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "sampler_divides_log_probs": (["truncate"], ["behaviour_logprobs"]),
     "teacher_advantage_attached": (["distill"], ["teacher"]),
     "padding_without_end": (["turns"], ["mask"]),
+    "baseline_of_others_by_all": (["grpo"], ["advantages"]),
+    "value_of_next_position": (["ppo"], ["advantages"]),
+    "kl_not_divided": (["grpo"], ["KL"]),
+    "dual_clip_everywhere": (["dapo"], ["clipping"]),
+    "mean_of_padded_micro_batches": (["dapo"], ["reduction"]),
     "mean_with_padding": (["dapo", "opo"], ["reduction"]),
     "mean_of_ranks": (["dapo", "opo"], ["reduction"]),
     "sequence_as_token_mean": (["grpo", "gspo_token"], ["reduction"]),
@@ -226,6 +231,8 @@ def advantages_of(c: dict[str, Any], s: SimpleNamespace, bug: str | None) -> tup
     if c["advantage"] == "opo" and bug != "baseline_not_weighted":
         lengths = s.mask.sum(1).double().view(PROMPTS, SAMPLES)
         baseline = (groups * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)
+    if bug == "baseline_of_others_by_all":
+        baseline = (groups.sum(1, keepdim=True) - groups) / SAMPLES
     a = groups - (0 if c["advantage"] == "none" else baseline)
     if c["scale"] == "group" and bug != "deviation_of_batch":
         a = a / (groups.std(1, keepdim=True) ** (2 if bug == "variance" else 1) + c["std_eps"])
@@ -253,6 +260,8 @@ def _gae(c: dict[str, Any], s: SimpleNamespace, kl: Tensor, bug: str | None) -> 
     for row in range(ROWS):
         length = int(mask[row].sum())
         later, following = 0.0, 0.0
+        if bug == "value_of_next_position" and length < TOKENS:
+            following = used[row, length]
         for t in reversed(range(length)):
             reward = -kl[row, t] + s.rewards[row] * (
                 t == (0 if bug == "score_at_first_token" else length - 1)
@@ -356,6 +365,8 @@ def _loss(
         elif c["surrogate"] == "cispo" and bug != "cispo_as_clip":
             clipped = u.clamp(low, high)
             loss = -adv * (clipped if bug == "cispo_attached" else clipped.detach()) * x
+        elif bug == "dual_clip_everywhere":
+            loss = torch.min(torch.max(-adv * u, -adv * u.clamp(low, high)), -3 * adv)
         elif bug == "clip_of_log_ratio":
             loss = torch.max(-adv * u, -adv * gap.clamp(-c["clip_low"], c["clip_high"]).exp())
         else:
@@ -364,7 +375,11 @@ def _loss(
         if c["kl_coef"] and c.get("kl_in") != "reward":
             k = (y if bug == "kl_of_old_policy" else x) - logp["ref"][i]
             k = k.square() / 2 if c["kl"] == "k2" else torch.exp(-k) - 1 + k
-            k = c["kl_coef"] * {"kl_doubled": 2, "kl_missing": 0}.get(str(bug), 1) * k
+            k = (
+                c["kl_coef"]
+                * {"kl_doubled": 2, "kl_missing": 0, "kl_not_divided": MICRO}.get(str(bug), 1)
+                * k
+            )
             if bug == "kl_with_padding":
                 apart = k.sum() / mask.numel()
             else:
@@ -388,6 +403,8 @@ def _reduced(kind: str, loss: Tensor, w: Tensor, counted: Tensor, i: Tensor, bug
         kind = "sequence"
     if bug == "sequence_as_token_mean":
         kind = "token"
+    if bug == "mean_of_padded_micro_batches":
+        return (loss * w).sum() / (len(w) * w.sum(1).max()) / MICRO
     if bug == "mean_of_ranks":  # two ranks, each with half of the micro-batches
         half = counted[: ROWS // 2] if bool(i[0]) or bool(i[ROWS // MICRO]) else counted[ROWS // 2 :]
         return (loss * w).sum() / half.sum() / 2
