@@ -260,7 +260,8 @@ def rough() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
                 request = connection.makefile("rb")
                 if request.readline():  # empty: only a check whether the service accepts connections
                     head = b"".join(iter(request.readline, b"\r\n")).lower()
-                    request.read(int(head.partition(b"content-length:")[2].split()[0]))  # closing before it resets
+                    size = int(head.partition(b"content-length:")[2].split()[0])
+                    request.read(size)  # a connection that is closed before resets
                     answer(connection)
 
         def accept() -> None:
