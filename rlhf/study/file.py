@@ -23,7 +23,7 @@ from rlhf.words.mistakes import suggestion
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
-    *("margin", "analysis", "accept", "curves"),
+    *("margin", "analysis", "accept", "keep", "curves"),
 )
 _BETTER, _BUDGET, _CURVES = ("higher", "lower"), ("cpu_hours",), ("gold and proxy over kl",)
 
@@ -303,6 +303,7 @@ class _Reading(Document):
             margin=self.number("margin", None),
             analysis=self.address("analysis") if "analysis" in self.values else None,
             accept=tuple(self.number(each, 0, int) for each in self.items("accept")),
+            keep=self.some_of("keep", ("models",), "what to keep"),
             lines=self.lines,
         )
         self.check()

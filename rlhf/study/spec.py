@@ -205,6 +205,7 @@ class Spec:
     margin: float | None  # a difference that matters: losses are tested against it, seeds counted for it
     analysis: str | None  # <file>.py:<function>, which gets the rows and returns Markdown for the page
     accept: tuple[int, ...]  # earlier results versions whose rows are used
+    keep: tuple[str, ...]  # what is kept of run folders: "models"
     lines: Mapping[str, int] = field(repr=False)  # line of each dotted key, as "methods.ppo" or "grids.0"
 
     @property

@@ -218,7 +218,7 @@ def difference(row: Row, new: Row) -> str | None:
 
 
 _SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "curves", "margin", "resources")
-_OWN = ("title", "seeds", "grids", "claims", "budget", "config_dir", "page")
+_OWN = ("title", "seeds", "grids", "claims", "budget", "config_dir", "page", "keep")
 
 
 def write_study(base: Spec, mine: Path) -> Path:

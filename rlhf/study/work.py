@@ -434,8 +434,9 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2) * gpus,
         models=models,
     )
-    for path in (folder.model, folder.adapter, *folder.path.glob("checkpoint-*")):
-        files.discard(path)
+    if "models" not in spec.keep:
+        for path in (folder.model, folder.adapter, *folder.path.glob("checkpoint-*")):
+            files.discard(path)
     return row
 
 
