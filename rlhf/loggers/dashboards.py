@@ -152,11 +152,9 @@ class ContinuedDashboard(_Dashboard):
         except self.refusals as error:
             self.refused = True
             reason = hide(str(error).partition("\n")[0])
-            say(
-                f"warning: logger={self.name} did not accept the metrics of update {update} ({reason}); the "
-                "run continues, and sends them again at its next checkpoint and at its end",
-                style="yellow",
-            )
+            problem = f"logger={self.name} did not accept the metrics of update {update} ({reason})"
+            then = "the run continues, and sends them again at its next checkpoint and at its end"
+            say(f"warning: {problem}; {then}", style="yellow")
         else:
             self.last |= dict.fromkeys(names, update)
 
@@ -202,11 +200,10 @@ class WandbLogger(_Dashboard):
                 settings=wandb.Settings(x_disable_meta=True),
             )
         except wandb.errors.Error as error:
-            raise UserError(
-                f"logger=wandb needs Weights & Biases to accept the run, got: {error}; log in with "
-                "`wandb login`, set logger.wandb.mode=offline and send it later with `wandb sync`, or leave "
-                "logger=wandb out"
-            ) from None
+            rule = "logger=wandb needs Weights & Biases to accept the run"
+            later = "set logger.wandb.mode=offline and send it later with `wandb sync`"
+            remedy = f"log in with `wandb login`, {later}, or leave logger=wandb out"
+            raise UserError(f"{rule}, got: {error}; {remedy}") from None
 
     def send(self, row: Row, samples: _Samples, update: int) -> None:
         """Send the row, and a table of completions, with the update as their step."""
@@ -289,10 +286,9 @@ class MlflowLogger(ContinuedDashboard):
         # ImportError: the driver of a database is not installed
         except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:
             reason = hide(str(error).partition("\n")[0])
-            raise UserError(
-                f"logger=mlflow needs a store that accepts the run, got: {reason}; correct logger.mlflow.uri "
-                "or the variable MLFLOW_TRACKING_URI, or leave logger=mlflow out"
-            ) from None
+            rule = "logger=mlflow needs a store that accepts the run"
+            remedy = "correct logger.mlflow.uri or MLFLOW_TRACKING_URI, or leave logger=mlflow out"
+            raise UserError(f"{rule}, got: {reason}; {remedy}") from None
         self.send_missing()
 
     def experiment(self, name: str, artifacts: str | None) -> str:
@@ -408,10 +404,8 @@ class TrackioLogger(ContinuedDashboard):
                     auto_log_gpu=False,
                 )
             except ValueError as error:
-                raise UserError(
-                    f"logger.trackio.project must be a name that trackio accepts ({error}), got "
-                    f"{config.project}; set logger.trackio.project=rlhf"
-                ) from None
+                rule = f"logger.trackio.project must be a name that trackio accepts ({error})"
+                raise UserError(f"{rule}, got {config.project}; set logger.trackio.project=rlhf") from None
         last: dict[str, int] = {}
         for row in self.trackio.SQLiteStorage.get_logs(config.project, name):
             last |= {metric: max(row["step"], last.get(metric, -1)) for metric in row}
@@ -441,10 +435,8 @@ def import_trackio(folder: Path) -> Any:
     with exported(_FOLDER, str(folder)):
         import trackio
     if folder != (used := trackio.utils.TRACKIO_DIR):
-        raise UserError(
-            f"logger.trackio.dir must be the same for all runs of a process ({used}), got {folder}; "
-            f"set logger.trackio.dir={used}"
-        )
+        rule = f"logger.trackio.dir must be the same for all runs of a process ({used})"
+        raise UserError(f"{rule}, got {folder}; set logger.trackio.dir={used}")
     # The name of the user is otherwise requested from the hub if the user is logged in there.
     setattr(trackio.Run, "_get_username", lambda run: None)  # noqa: B010
     return trackio

@@ -167,7 +167,6 @@ class ScoreDoubts(Logger):
 
     def __init__(self, cfg: Config, remedy: str | None, update: int) -> None:
         self.cfg = cfg
-        self.samples = cfg.algo.samples_per_prompt
         self.remedy = remedy
         self.update = update
         self.skipped = False  # the first row of a session has the time of the first calls
@@ -178,13 +177,10 @@ class ScoreDoubts(Logger):
         """Check the row of an update."""
         scored = "objective/scores" in row
         if scored and row["objective/response_tokens"] == row["objective/eos_rate"] == 1:
-            self._warn(
-                "empty",
-                f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward "
-                "may favour short responses, or optim.lr is too high",
-            )
+            said = f"all responses of update {row['update']:.0f} are empty (the end token alone)"
+            self._warn("empty", f"{said}; the reward may favour short responses, or optim.lr is too high")
         self._warn("cut", no_reply_ended(row, self.cfg))
-        several, all_equal = self.samples > 1, False
+        several, all_equal = self.cfg.algo.samples_per_prompt > 1, False
         if scored and "cut" not in self.warned:
             self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
             all_equal = len(self.means) == _EQUAL_ROWS and len(set(self.means)) == 1
@@ -192,23 +188,18 @@ class ScoreDoubts(Logger):
         if all_equal:
             which = "all samples of each prompt have the same score" if several else "all scores are equal"
             ends = "".join(f"; {name} {row[name]:.2g}" for name in _ENDS if row.get(name))
-            self._warn(
-                "equal",
-                f"{which} (mean {row['objective/scores']:.4g}; {row['objective/eos_rate']:.0%} of the "
-                f"responses have an end token{ends}), so there is nothing to learn; check the scorer, its "
-                "missing_eos settings, and generator.response_length",
-            )
+            share = f"{row['objective/eos_rate']:.0%} of the responses have an end token{ends}"
+            said = f"{which} (mean {row['objective/scores']:.4g}; {share}), so there is nothing to learn"
+            remedy = "check the scorer, its missing_eos settings, and generator.response_length"
+            self._warn("equal", f"{said}; {remedy}")
         updates, self.update = state.update - self.update, state.update
         if self.skipped and self.remedy is not None:
             whole, seconds = row["time/update_s"], row.get("time/score_s", 0.0)
             if row.get("time/wait_s", 0.0) > _SHARE * whole:  # else the annotator delays no update
                 seconds = max(seconds, row.get("time/annotate_ahead_s", 0.0))
             if seconds > max(_SHARE * whole, _SLOW_S * updates):
-                self._warn(
-                    "slow",
-                    f"scoring takes {seconds / updates:.1f} s of the {whole / updates:.1f} s of an update; "
-                    f"to make it faster, {self.remedy}",
-                )
+                said = f"scoring takes {seconds / updates:.1f} s of the {whole / updates:.1f} s of an update"
+                self._warn("slow", f"{said}; to make it faster, {self.remedy}")
         self.skipped = True
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
@@ -233,10 +224,8 @@ def no_reply_ended(row: Row, cfg: Config) -> str | None:
         key, most, longer = "generator.response_length", length, 2 * length
     if row[f"{tokens}/response_tokens"] != most:  # an end token behind which the template writes no message
         return None
-    return (
-        f"no reply of the {'evaluation' if at else 'update'} ended: all were cut at {key}={most}, so step of "
-        f"the environment was not called; set {key}={longer}"
-    )
+    said = f"no reply of the {'evaluation' if at else 'update'} ended: all were cut at {key}={most}"
+    return f"{said}, so step of the environment was not called; set {key}={longer}"
 
 
 # User code that a run calls after an update, an evaluation or a checkpoint, on the first rank only:
@@ -289,7 +278,7 @@ class Hook:
         """Handle a checkpoint, which is complete, in its `folder`."""
 
 
-_METHODS = frozenset(name for name in vars(Hook) if name.startswith("after_"))
+_METHODS = sorted(name for name in vars(Hook) if name.startswith("after_"))
 
 
 class Hooks(Logger):
@@ -354,33 +343,29 @@ def load_hooks(paths: Sequence[str]) -> list[Hook]:
     found: list[str] = []
     for path in paths:
         try:
-            cls = load_class("hooks", path)
+            hooks.append(_hook(path))
         except UserError as error:
             found += error.problems
-            continue
-        unknown = sorted(name for name in dir(cls) if name.startswith("after_") and name not in _METHODS)
-        if not issubclass(cls, Hook):
-            found.append(
-                f"hooks must name subclasses of rlhf.Hook (the run calls their methods), got {path!r}; write "
-                f"class {cls.__name__}(rlhf.Hook)"
-            )
-        elif unknown:
-            close = get_close_matches(unknown[0], _METHODS, n=1) or sorted(_METHODS)
-            found.append(
-                f"hooks must have only the methods {', '.join(sorted(_METHODS))} that begin with after_ (no "
-                f"other is called), got {path!r} with {unknown[0]}; rename it {close[0]}"
-            )
-        else:
-            try:
-                hooks.append(cls())
-            except Exception as error:  # the user's code may raise any exception
-                found.append(
-                    f"hooks must name classes that can be built without arguments ({one_line(error)}), got "
-                    f"{path!r}; correct {cls.__name__}.__init__"
-                )
     if found:
         raise UserError(*found)
     return hooks
+
+
+def _hook(path: str) -> Hook:
+    """Import and build one hook (see `load_hooks`)."""
+    cls = load_class("hooks", path)
+    if not issubclass(cls, Hook):
+        rule = "hooks must name subclasses of rlhf.Hook (the run calls their methods)"
+        raise UserError(f"{rule}, got {path!r}; write class {cls.__name__}(rlhf.Hook)")
+    for name in sorted(name for name in dir(cls) if name.startswith("after_") and name not in _METHODS):
+        close, known = get_close_matches(name, _METHODS, n=1) or _METHODS, ", ".join(_METHODS)
+        rule = f"hooks must have only the methods {known} that begin with after_ (no other is called)"
+        raise UserError(f"{rule}, got {path!r} with {name}; rename it {close[0]}")
+    try:
+        return cls()
+    except Exception as error:  # the user's code may raise any exception
+        rule = f"hooks must name classes that can be built without arguments ({one_line(error)})"
+        raise UserError(f"{rule}, got {path!r}; correct {cls.__name__}.__init__") from None
 
 
 # The terminal display of a run: a live progress bar, or plain lines if the output is not a terminal.

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from importlib.resources import files
-from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from rlhf.checks.check import refuse
+from rlhf.config.schema import missing_package
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import __version__
@@ -31,7 +31,6 @@ from rlhf.report.tables import Group, Section, differences, remarks, result, res
 from rlhf.terminal.console import console, prepare_output
 
 _WIDTH = 80  # columns of the output if it is not a terminal
-_NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,12 +69,10 @@ def _report(folders: Sequence[str], out: Path, count: int, markdown: bool = Fals
         UserError: a folder contains no run, `count` is negative, `out` cannot be written, or matplotlib or
             Jinja2 is not installed.
     """
-    missing = [] if markdown else [name for name in _NEEDS if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"rlhf.report needs {' and '.join(missing)} (for the figures and the page), got no such package; "
-            "run: pip install -e '.[report]', or add --markdown to print only the table"
-        )
+    needed = () if markdown else ("matplotlib", "jinja2")
+    missing = (missing_package("rlhf.report", each, "report", "", "add --markdown") for each in needed)
+    if problems := [*chain.from_iterable(missing)]:
+        raise UserError(*problems)
     if count < 0:
         raise UserError(f"--samples must be >= 0 (a number of prompts), got {count}; set --samples 6")
     found = find_runs(folders, own=out)
@@ -111,10 +108,8 @@ def _report(folders: Sequence[str], out: Path, count: int, markdown: bool = Fals
             (out / f"{chart.name}.png").write_bytes(chart.image("png"))
         write_atomically(out / "index.html", html)
     except OSError as error:
-        raise UserError(
-            f"--out must be a folder that can be written (the page and its figures), got {out}: "
-            f"{error.strerror}; set --out <another folder>"
-        ) from None
+        rule = "--out must be a folder that can be written (the page and its figures)"
+        raise UserError(f"{rule}, got {out}: {error.strerror}; set --out <another folder>") from None
     for note in notes:
         say(note, style="yellow")
     console.print(f"page: {out / 'index.html'} ({len(images)} figures as PNG beside it)", markup=False)
@@ -144,35 +139,29 @@ def page(sections: Sequence[Section], found: FoundRuns, count: int, made: str) -
         drawn, undrawn = charts(section)
         shown, unreadable = tables.samples(section, count)
         notes += unreadable
-        parts.append(
-            {
-                "section": section,
-                "end": end,
-                "charts": [replace(chart, name=f"{chart.name}{end}") for chart in drawn],
-                "undrawn": undrawn,
-                "samples": shown,
-                **{each.__name__: each(section) for each in shown_as_tables},
-            }
-        )
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
+        part = {
+            "section": section,
+            "end": end,
+            "charts": [replace(chart, name=f"{chart.name}{end}") for chart in drawn],
+            "undrawn": undrawn,
+            "samples": shown,
+            **{each.__name__: each(section) for each in shown_as_tables},
+        }
+        parts.append(part)
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    names, tasks = (
-        list(dict.fromkeys(run.config[key] for run in runs)) for key in ("algo.name", "task.name")
-    )
+    names = dict.fromkeys(run.config["algo.name"] for run in runs)
+    tasks = {run.config["task.name"] for run in runs}
+    few = len(tasks) == 1 and len(names) <= _NAMES
     outcomes = Counter(run.outcome for run in runs)  # in the order of their first runs
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    loader = PackageLoader("rlhf.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     functions = (_colour, _glyph, _summary, _judgement, result, duration, number)
-    environment.globals |= {each.__name__.strip("_"): each for each in functions} | {"markup": Markup}
-    template, css, script = (
-        files("rlhf.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
-    )
-    html = environment.from_string(template).render(
-        title=f"Report of {len(runs)} runs"
-        if len(tasks) > 1 or len(names) > _NAMES
-        else f"{', '.join(names)} on {next(iter(tasks))}",
-        subtitle=f"{len(runs)} run{'s' * (len(runs) != 1)} "
-        f"({', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())})",
+    environment.globals |= {each.__name__.strip("_"): each for each in functions}
+    html = environment.get_template("page.html").render(
+        title=f"{', '.join(names)} on {', '.join(tasks)}" if few else f"Report of {len(runs)} runs",
+        subtitle=f"{len(runs)} run{'s' * (len(runs) != 1)} ({counts})",
         made=made,
         notes=notes,
         parts=parts,
@@ -182,8 +171,6 @@ def page(sections: Sequence[Section], found: FoundRuns, count: int, made: str) -
         count=len(runs) + len(found.broken),
         folded=_FOLDED,
         commands=Counter((run.command, run.commit) for run in runs),
-        css=Markup(css),
-        script=Markup(script),
     )
     return html, [chart for part in parts for chart in part["charts"]]
 

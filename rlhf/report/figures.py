@@ -9,10 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import heappush, heapreplace
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,8 +98,7 @@ class Key:
         return Patch(color=self.colour) if self.place is None else Line2D([], [], **_look(self.place))
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One pair of axes of a figure.
 
     Attributes:
@@ -283,10 +281,8 @@ def _look(place: int) -> dict[str, Any]:
 
 def legend(groups: Sequence[Group]) -> list[Key]:
     """Return the legend of `groups`; a single finished group needs no legend."""
-    colours = [SERIES[(group.place or 0) % len(SERIES)] for group in groups]
-    keys = [Key(g.label, colour, g.index, g.place) for g, colour in zip(groups, colours, strict=True)]
-    unfinished = any(group.unfinished for group in groups)
-    if unfinished:
+    keys = [Key(each.label, look(each)["color"], each.index, each.place) for each in groups]
+    if unfinished := any(group.unfinished for group in groups):
         keys.append(Key("unfinished run", _FAINT, dashed=True))
     return keys if len(groups) > 1 or unfinished else []
 
@@ -418,11 +414,9 @@ def time_per_phase(section: Section) -> Chart | None:
     times = [times_of(group) for group in groups]
 
     def stack(axes: Axes, at: float, height: float, parts: Mapping[str, float]) -> float:
-        left = 0.0
-        for phase, took in parts.items():
-            axes.barh(at, took, height, left=left, color=used[phase][1])
-            left += took
-        return left
+        ends, colours = [0.0, *accumulate(parts.values())], [used[phase][1] for phase in parts]
+        axes.barh([at] * len(parts), [*parts.values()], height, left=ends[:-1], color=colours)
+        return ends[-1]
 
     def draw(axes: Axes) -> None:
         beside: dict[str, Any] = {"textcoords": "offset points"}
@@ -621,13 +615,11 @@ def in_slots(responses: Iterable[Response], count: int) -> list[list[Response]]:
         count: number of slots; more are added if more responses overlap.
     """
     slots: list[list[Response]] = [[] for _ in range(count)]
-    free = [(-inf, slot) for slot in range(count)]  # heap: since when a slot is free, or from when on
     for response in sorted(responses):
-        if not free or free[0][0] > response.start:
-            heappush(free, (-inf, len(slots)))
-            slots.append([])
-        _, slot = heapreplace(free, (response.end, free[0][1]))
-        slots[slot].append(response)
+        free = min(slots, key=lambda slot: slot[-1].end if slot else -inf, default=None)
+        if free is None or (free and free[-1].end > response.start):
+            slots.append(free := [])
+        free.append(response)
     return slots
 
 
@@ -651,9 +643,8 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
         version = bisect_right(loads, response.start)
         swaps = loads[version : bisect_left(loads, response.end)]
         parts = swaps if run.config.get("schedule.update") == "in_flight" else []
-        for piece in pairwise([response.start, *parts, response.end]):
-            bars.append((y, *piece, _FAINT if response.dropped else _COLOURS[version % len(_COLOURS)]))
-            version += 1
+        for of, piece in enumerate(pairwise([response.start, *parts, response.end]), version):
+            bars.append((y, *piece, _FAINT if response.dropped else _COLOURS[of % len(_COLOURS)]))
     trainer = [
         (-2.5, taken, loaded - run.config.get("clock.sync_s", 0.0), _COLOURS[version % len(_COLOURS)])
         for version, (loaded, taken) in enumerate(updates[first : first + _UPDATES], first + 1)

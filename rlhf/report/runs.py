@@ -271,11 +271,9 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
         left_out += [f"{folder} ({reason})" for folder, reason in skipped.items()]
         if not read and not any(path == folder or path in folder.parents for folder in broken):
             nothing = "no run in it" if path.exists() else "no such folder"
-            problems.append(
-                f"{path} must be a run folder or contain run folders (a run folder has config.yaml and "
-                f"metrics.jsonl), got {next(iter(skipped.values()), nothing)}; pass a folder that "
-                "rlhf.train made: outputs/<run name>"
-            )
+            rule = f"{path} must be a run folder or contain some (with config.yaml and metrics.jsonl)"
+            got = next(iter(skipped.values()), nothing)
+            problems.append(f"{rule}, got {got}; pass a folder that rlhf.train made: outputs/<run name>")
     if not runs and not problems:
         problems = [_unreadable(*each, "pass the folder of another run") for each in broken.items()]
     if problems:
@@ -490,9 +488,8 @@ def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
 
     A metric of training is returned only if no run has a metric of evaluations.
     """
-    counts = {
-        name: sum(run.last(name) is not None for run in runs) for name in _TABLE["results"][kind].split()
-    }
+    names = _TABLE["results"][kind].split()
+    counts = {name: sum(run.last(name) is not None for run in runs) for name in names}
     name = max(counts, key=lambda name: (counts[name] > 0 and METRICS[name].evaluated, counts[name]))
     return METRICS[name] if counts[name] else None
 

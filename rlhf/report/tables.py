@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import combinations, product
+from itertools import accumulate, combinations, product, zip_longest
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,8 +153,7 @@ def _section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Secti
         together.setdefault(_identity(run.config, keys), []).append(run)
     ordered = (sorted(each, key=lambda run: (run.seed, str(run.folder))) for each in together.values())
     groups, chosen = _ordered([Group(tuple(each)) for each in ordered], main_metric(kind, runs))
-    names = labels([group.config for group in groups])
-    for group, name in zip(groups, names, strict=True):
+    for group, name in zip(groups, labels([each.config for each in groups]), strict=True):
         group.label, group.index = name, index + groups.index(group)
         group.place = chosen.index(group) if group in chosen else None
     return Section(kind, data, tuple(groups))
@@ -179,15 +178,9 @@ def _ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group],
     lists = by_scale(groups, main.scale if main else "", _LENGTH)
     scales = [sorted(members, key=worth) for _, members in lists]
     scales.sort(key=lambda members: not members[0].finished)
-    ranked = sorted((rank, place) for place, members in enumerate(scales) for rank in range(len(members)))
-    chosen: list[Group] = []
-    lines = 0
-    for rank, place in ranked:
-        group = scales[place][rank]
-        lines += bool(group.finished) + bool(group.unfinished)
-        if lines > LINES:
-            break
-        chosen.append(group)
+    ranked = [group for rank in zip_longest(*scales) for group in rank if group]
+    lines = accumulate(bool(group.finished) + bool(group.unfinished) for group in ranked)
+    chosen = [group for group, count in zip(ranked, lines, strict=True) if count <= LINES]
     every = [group for members in scales for group in members]
     return every, sorted(chosen, key=every.index)
 
@@ -310,13 +303,10 @@ def column(configs: Sequence[_Config], key: str) -> list[str | None]:
 
     Folders are left out of paths, as long as different values remain different.
     """
-    texts = {}
-    for place, config in enumerate(configs):
-        if key in config:
-            text = json.dumps(config[key], default=str).replace('"', "")
-            texts[place] = config[key] if isinstance(config[key], str) else text
-    short = dict(zip(texts, _short([*texts.values()]), strict=True))
-    return [short.get(place) for place in range(len(configs))]
+    values = [config[key] for config in configs if key in config]
+    texts = [x if isinstance(x, str) else json.dumps(x, default=str).replace('"', "") for x in values]
+    short = iter(_short(texts))
+    return [next(short) if key in config else None for config in configs]
 
 
 def _short(values: Sequence[str]) -> list[str]:
@@ -533,8 +523,7 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     parts = [capital(said)]
     fair = [group for group in groups if group.finished or not best.finished]
     values = [group.value(main) or 0.0 for group in fair]
-    equal = (main.text(value) == main.text(values[0]) for value in values)
-    tied = [group.label for group, same in zip(fair, equal, strict=True) if same]
+    tied = [g.label for g, x in zip(fair, values, strict=True) if main.text(x) == main.text(values[0])]
     if len(groups) > 1:
         tie = f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
         parts = [f"Best of {len(groups)} settings: {best.label}" if len(tied) == 1 else tie, said]
@@ -557,8 +546,7 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
     if unfinished := sum(len(group.unfinished) for group in groups):
         runs_of = f"{unfinished} unfinished run{'s' * (unfinished > 1)}"
         notes.append(f"{runs_of}: dashed in the figures, not part of means.")
-    repeated = [group.label for group in groups if len({run.seed for run in group.runs}) < len(group.runs)]
-    if repeated:
+    if repeated := [each.label for each in groups if len({run.seed for run in each.runs}) < len(each.runs)]:
         said = "Several folders have the same settings and seed, and each counts as a run"
         notes.append(f"{said}: {some(repeated)}.")
     few = []

@@ -25,7 +25,7 @@ _KEYS = (
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep", "curves"),
 )
-_BETTER, _BUDGET, _CURVES = ("higher", "lower"), ("cpu_hours", "gpu_hours"), ("gold and proxy over kl",)
+_BETTER, _BUDGET, _CURVES = ("higher", "lower"), ("cpu_hours",), ("gold and proxy over kl",)
 
 
 def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
@@ -73,8 +73,9 @@ class Document:
         self.problems: list[tuple[int, str]] = []
         try:
             node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-            if isinstance(node, yaml.MappingNode):
-                self._plain(node, "")
+            if not isinstance(node, yaml.MappingNode):
+                raise UserError(f"{file} must be a mapping, as study: <name>; write at least methods:")
+            self._plain(node, "")
         except OSError as error:
             raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from None
         except (yaml.YAMLError, UnicodeError, RecursionError) as error:
@@ -83,8 +84,6 @@ class Document:
             at = f"{file}, line {mark.line + 1}:" if mark else f"{file}"
             remedy = "indent by spaces, close each bracket, quote texts with ': ' or '#'"
             raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from None
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
 
     def _plain(self, node: yaml.Node, key: str) -> Any:
         def inner(name: object, at: yaml.Node, value: yaml.Node) -> Any:
@@ -203,9 +202,9 @@ class Document:
         self.wrong(key, f"must be {word} of at least {least}", tree, f"write {good}")
         return default
 
-    def one_of(self, key: str, choices: Iterable[str], what: str, value: object = None) -> str:
-        """Return a value (None: that of the key) that is one of the choices; `what`: what the choices are."""
-        known, value = list(choices), self.values.get(key) if value is None else value
+    def one_of(self, key: str, choices: Iterable[str], what: str, default: str | None = None) -> str:
+        """Return the value of a key, which is one of the choices; `what`: what the choices are."""
+        known, value = list(choices), self.values.get(key, default)
         if isinstance(value, str) and value in known:
             return value
         guess = suggestion(value, known, "did you mean {}?") if isinstance(value, str) else ""
@@ -219,7 +218,7 @@ class Document:
             return tuple(choices)
         if key in self.values and not self.values[key]:
             self.wrong(key, f"must have {what}", "none", f"write {key}: all, or leave it out")
-        found = (self.one_of(key, choices, what, each) for each in self.texts(key))
+        found = (self.one_of(each, choices, what) for each in self.items(key))
         return tuple(each for each in found if each)
 
     def seeds(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -273,13 +272,10 @@ class _Reading(Document):
         others = (names for each in included for names in (each.levels, *each.grids))
         used = {name for names in (*grids, *others) for name in names}
         for name in self.axes.keys() - used:
-            remedy = f"write grids: [{{{name}: all}}]"
-            self.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
+            self.wrong(f"axes.{name}", "must be used by a grid", "none", f"write grids: [{{{name}: all}}]")
         given = self.mapping("resources", ("threads", "gpus", "minutes"))
-        least = {each: int(each != "gpus") for each in given}
-        resources = {each: str(self.number(f"resources.{each}", 1, int, least[each])) for each in given}
+        resources = {x: str(self.number(f"resources.{x}", 1, int, int(x != "gpus"))) for x in given}
         page = self.path("page", "page.md", r".+\.md", "<file>.md")
-        interval = self.values.get("interval", "t")
         values = [Table(Quantity.VALUE, axis) for axis in self.axes or [""]]
         spec = Spec(
             file=self.file,
@@ -295,7 +291,7 @@ class _Reading(Document):
             tune=self.read_tune(),
             tables=[*self.read_tables("tables")] or values,
             figures=list(self.read_tables("figures")),
-            curves=any([self.one_of(x, _CURVES, "curves", text) for x, text in self.items("curves").items()]),
+            curves=any([self.one_of(each, _CURVES, "curves") for each in self.items("curves")]),
             claims=self.read_claims(),
             budget={each: self.number(f"budget.{each}", 0.0) for each in self.mapping("budget", _BUDGET)},
             looks=self.number("looks", 1, int, 1),
@@ -303,11 +299,11 @@ class _Reading(Document):
             include=included,
             config_dir=self.path("config_dir") if "config_dir" in self.values else None,
             page=page if "page" in self.values else folder_of(self.file, self.name) / "page.md",
-            interval=self.one_of("interval", ("t", "percentile"), "an interval", interval),
+            interval=self.one_of("interval", ("t", "percentile"), "an interval", "t"),
             margin=self.number("margin", None),
             analysis=self.address("analysis") if "analysis" in self.values else None,
             accept=tuple(self.number(each, 0, int) for each in self.items("accept")),
-            keep=self.some_of("keep", ("models", "stages"), "what to keep"),
+            keep=self.some_of("keep", ("models",), "what to keep"),
             lines=self.lines,
         )
         self.check()
@@ -342,8 +338,7 @@ class _Reading(Document):
                 self.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
             what = "a metric of the evaluations, eval/<name>"
             metric = self.text(f"{at}.metric", "", "eval/.+", what) or None
-            given = self.text(f"{at}.better", _BETTER[0])
-            better = self.one_of(f"{at}.better", _BETTER, "a direction", given)
+            better = self.one_of(f"{at}.better", _BETTER, "a direction", _BETTER[0])
             if better == _BETTER[1] and f"{at}.worst" not in self.values:
                 rule = "must be given if lower values are better (a run that diverged has this value)"
                 self.wrong(f"{at}.worst", rule, "none", "write worst: 100")
@@ -460,8 +455,7 @@ class _Reading(Document):
             extend=self.number("tune.extend", 0, int),
             source=source,
             overrides=self.overrides("tune.set") if "set" in content else given.overrides,
-            check=self.one_of("tune.check", ("true", "false"), "a boolean", content.get("check", "false"))
-            == "true",
+            check=self.one_of("tune.check", ("true", "false"), "a boolean", "false") == "true",
         )
 
     def read_claims(self) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import re
@@ -11,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
@@ -87,10 +84,8 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
     before, first, rest = page.partition(MARKS[0])
     _, second, after = rest.partition(MARKS[1])
     if not (first and second):
-        raise UserError(
-            f"{spec.page} must contain '{MARKS[0]}' and then '{MARKS[1]}' (the generated part is between "
-            "them), got neither or one; restore the missing line"
-        )
+        rule = f"{spec.page} must contain '{MARKS[0]}' and then '{MARKS[1]}' (around the generated part)"
+        raise UserError(f"{rule}, got neither or one; restore the missing line")
     contents[spec.page] = f"{before}{first}\n\n{text}\n\n{second}{after}"
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,16 +95,16 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
 
 def _as_markdown(results: Results, shown: str, found: Sequence[_Family], images: Sequence[str]) -> str:
     """Return the generated part of the page; `shown`: the tables."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     spec, resolved, gold = results.spec, resolution(results), curves(results)
     chosen = tuned(spec) if spec.tune else []
     values = [text for line in chosen[1:] for text in line[2:] if text]
     names = [each.title or each.quantity for each in spec.tables if re.match("(?!eval/).+/", each.quantity)]
     analysis = [str(spec.call("analysis", spec.analysis, results.rows))] if spec.analysis else []
-    template = files("rlhf.study").joinpath("page.md.jinja").read_text(encoding="utf-8")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(template).render(
+    loader = PackageLoader("rlhf.study", "")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("page.md.jinja").render(
         spec=spec,
         state=state(results),
         images=images,
@@ -202,10 +197,8 @@ def _charts(results: Results) -> Iterator[Chart]:
     for declared in results.spec.figures:
         panels = []
         for table in tables(results, [declared]):
-            methods = list(table.rows)
-            size = math.ceil(len(methods) / math.ceil(len(methods) / _PER_PANEL))  # panels are about equal
-            parts = (methods[start : start + size] for start in range(0, len(methods), size))
-            panels += [Panel(partial(_draw, table, part)) for part in parts]
+            parts = np.array_split([*table.rows], math.ceil(len(table.rows) / _PER_PANEL))
+            panels += [Panel(partial(_draw, table, part.tolist())) for part in parts]
         if panels:
             yield Chart(declared.file_name, "", "", panels)
     yield from (drawn(component(f"gold_and_proxy_over_kl_{x}"), c) for x, c in curves(results).items())
@@ -347,8 +340,7 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
 # -- differences that are supported ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Finding:
+class _Finding(NamedTuple):
     """The test of one difference of a family."""
 
     names: Sequence[str]  # the name of the difference, and those of equal ones
@@ -395,8 +387,7 @@ def families(results: Results) -> Iterator[_Family]:
             whole = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
             many = {n: c for n, c in whole.items() if c.seeds >= FEWEST}
             if made := {n: c for n, c in many.items() if what != _AGAINST or any(c.values)}:
-                margin = None if what == _AGAINST else spec.margin
-                found = tested(made, results.level, margin)
+                found = tested(made, results.level, None if what == _AGAINST else spec.margin)
                 yield _Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
 
 
@@ -532,16 +523,15 @@ def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
         spreads = [(one - other).std(ddof=1) for one, other in combinations(table, 2) if (one - other).any()]
         sd = float(np.median(spreads or [0.0]))
         sds = sd, statistics.sd_limit(sd, seeds)
-        columns.append(
-            [  # in the order of the headings
-                f"{statistics.split_half(table).mean():.2f}",
-                f"{statistics.ceiling([signal], seeds):.2f}",
-                "-" if enough is None else str(enough),
-                f"{statistics.detectable(sd, seeds):.3f}",
-                "{} ({})".format(*(statistics.seeds_needed(margin, each) for each in sds)),
-                f"{statistics.saturation(table):.2f}",
-            ]
-        )
+        texts = [  # in the order of the headings
+            f"{statistics.split_half(table).mean():.2f}",
+            f"{statistics.ceiling([signal], seeds):.2f}",
+            "-" if enough is None else str(enough),
+            f"{statistics.detectable(sd, seeds):.3f}",
+            "{} ({})".format(*(statistics.seeds_needed(margin, each) for each in sds)),
+            f"{statistics.saturation(table):.2f}",
+        ]
+        columns.append(texts)
     if len(values) == 2:
         tau = statistics.tau(*(table.mean(1) for table in values))
         between = f"{tau:.2f} of {statistics.ceiling(signals, seeds):.2f}"
@@ -617,6 +607,7 @@ def tests_csv(found: Sequence[_Family]) -> str:
 
 
 def _csv(heads: str, lines: Sequence[Sequence[object]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([heads.split(","), *lines])
-    return out.getvalue()
+    import pandas
+
+    table = pandas.DataFrame(lines, columns=heads.split(","))
+    return table.to_csv(index=False, lineterminator="\n", na_rep="nan")

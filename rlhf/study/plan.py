@@ -8,12 +8,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -39,9 +40,6 @@ from rlhf.words.mistakes import explained, is_own, lacking, one_of, suggestion
 #
 # The value with the highest mean over the tuning seeds is chosen; among equal ones, the first. A run that
 # diverged or failed counts as the worst value of its task. `rates.json` has every choice.
-
-
-_Saved = TypeVar("_Saved")
 
 
 @dataclass(frozen=True)
@@ -147,27 +145,25 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], _Choice]:
     Raises:
         UserError: the file is damaged.
     """
-    return read_saved(
-        file,
-        "choices",
-        lambda tree: {
+    with read_saved(file, "choices") as tree:
+        return {
             (task, method, point): _Choice(**choice)
             for task, methods in tree.items()
             for method, points in methods.items()
             for point, choice in points.items()
-        },
-    )
+        }
 
 
-def read_saved(file: Path, what: str, read: Callable[[dict[str, Any]], _Saved]) -> _Saved:
-    """Return what `read` makes of the JSON object in a file, or of an empty one if the file does not exist.
+@contextmanager
+def read_saved(file: Path, what: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object in a file to be read in the block; an empty one if the file does not exist.
 
     Raises:
         UserError: the file is damaged; `what`: what it has.
     """
     remedy = f"delete the file: {files.delete_command(file)}"
     try:
-        return read(files.read_json(file, remedy) if file.exists() else {})
+        yield files.read_json(file, remedy) if file.exists() else {}
     except (TypeError, AttributeError) as error:
         raise UserError(f"{file} must have {what} as studies write them, got: {error}; {remedy}") from None
 
@@ -248,8 +244,7 @@ def inputs(cfg: Config) -> dict[str, str]:
             for place, text in _texts(dotted(key, name), getattr(section, name)):
                 if name in (*_DATA, *_MODELS) and ":" not in text:  # else the address of a function
                     path = Path(text).expanduser()
-                    field_name = place.rstrip(".0123456789").rpartition(".")[2]  # also of a list
-                    is_name = field_name in (*_MODELS, "path") and text.count("/") == 1
+                    is_name = name in (*_MODELS, "path") and text.count("/") == 1
                     if os.path.exists(path):  # False also for a long text
                         found[place] = files.digest_of(path)
                     elif is_name and (folder := cached_folder(text)) is not None:
@@ -485,19 +480,15 @@ class Plan:
         unknown = [row for row in self.rows.values() if not row.results and 0 in spec.accept]
         self.unnamed = {_names(vars(row)): row for row in unknown}
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
-        self.undecided: list[Run] = []
         self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in spec.cells()]  # of all cells
         try:
             self.tuning = _Tuning(spec, lambda run: self._planned(run).row)
             self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
-            for seed in spec.seeds:
-                for cell in spec.cells():
-                    tuned = self.tuning.tuned(cell)
-                    run = Run(cell, seed, first if tuned is None else tuned, TABLE)
-                    if self._selected(run) and tuned is None:
-                        self.undecided.append(run)
-                    elif self._selected(run):
-                        self.runs.append(self._planned(run))
+            tuned = {cell: self.tuning.tuned(cell) for cell in spec.cells()}
+            every = [Run(c, seed, tuned[c] or first, TABLE) for seed, c in product(spec.seeds, tuned)]
+            chosen = [*filter(self._selected, every)]
+            self.undecided = [run for run in chosen if tuned[run.cell] is None]
+            self.runs += [self._planned(run) for run in chosen if tuned[run.cell] is not None]
         except UserError as error:  # the first of perhaps many
             tried = [*self.examples]
             if tune := spec.tune:
@@ -534,9 +525,8 @@ class Plan:
         """Yield a plan as text: runs by grid and task, their states, and what the seeds can show."""
         spec = self.spec
         yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(spec.cells())} cells"
-        grid_of: dict[Cell, int] = {}  # the first grid that has the cell
-        for number, grid in enumerate(spec.grids):
-            grid_of = dict.fromkeys(spec.cells([grid]), number) | grid_of
+        numbered = reversed([*enumerate(spec.grids)])  # a cell belongs to the first grid that has it
+        grid_of = {cell: number for number, grid in numbered for cell in spec.cells([grid])}
         states = [(run, MISSING) for run in self.undecided] + [(each.run, each.state) for each in self.runs]
         counts: Counter[tuple[int, str, str]] = Counter()
         for run, state in states:
@@ -648,13 +638,10 @@ class Collection:
         """Return all rows, one for each run; those of run folders count first."""
         found: dict[str, Row] = {}
         for file in (self.spec.rows, *self.spec.folder.glob(f"runs/*/{ROW}")):
-            try:
-                changed = file.stat().st_mtime_ns
-            except FileNotFoundError:  # another process has begun the run again
-                continue
-            if self.read.get(file, (0,))[0] != changed:
-                self.read[file] = changed, read_rows(file)
-            found |= {row.run: row for row in self.read[file][1]}
+            with suppress(FileNotFoundError):  # another process has begun the run again
+                if self.read.get(file, (0,))[0] != (changed := file.stat().st_mtime_ns):
+                    self.read[file] = changed, read_rows(file)
+                found |= {row.run: row for row in self.read[file][1]}
         return list(found.values())
 
     def collect(self, configs: Configs) -> bool:

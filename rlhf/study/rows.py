@@ -304,8 +304,7 @@ class Results:
             known = quantity in (Quantity.VALUE, Quantity.AT_KL, Quantity.AT_TIME)
             up = weight * self.spec.tasks[cell.task].sign > 0
             doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
-        weights = [term.weight for term in terms]
-        return Contrast(samples, weights, paired, sum(fallen.values()), doubtful)
+        return Contrast(samples, [term.weight for term in terms], paired, sum(fallen.values()), doubtful)
 
     def complete(self, terms: Iterable[Term]) -> bool:
         """Return whether all seeds of the cells have values."""

@@ -54,16 +54,14 @@ class Task:
     fall: float = 0.1  # a run whose last value is this much worse than its best value has collapsed
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method: its overrides, and the method that it is compared with, such as one without correction."""
 
     overrides: tuple[str, ...]
     base: str | None = None
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """A setting that is varied."""
 
     values: Mapping[str, tuple[str, ...]]  # overrides of each value
@@ -122,8 +120,7 @@ class Table(NamedTuple):
         return Table(quantity, axis, title)
 
 
-@dataclass(frozen=True)
-class Include:
+class Include(NamedTuple):
     """Committed rows of another study: its cells, and the values of own axes that the other lacks."""
 
     spec: Spec
@@ -168,9 +165,8 @@ class Run(NamedTuple):
 
     def names(self) -> dict[str, Any]:
         """Return the fields of a row that name its run."""
-        task, method, levels = self.cell
-        names = {"task": task, "method": method, "levels": dict(levels)}
-        return names | {"seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
+        names = {**self.cell._asdict(), "levels": dict(self.cell.levels)}
+        return {**names, "seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
 
 
 _LOOK, CLAIMS = "look", "claims"  # kinds of events of history.jsonl
@@ -209,7 +205,7 @@ class Spec:
     margin: float | None  # a difference that matters: losses are tested against it, seeds counted for it
     analysis: str | None  # <file>.py:<function>, which gets the rows and returns Markdown for the page
     accept: tuple[int, ...]  # earlier results versions whose rows are used
-    keep: tuple[str, ...]  # what is kept of run folders, such as "models"
+    keep: tuple[str, ...]  # what is kept of run folders: "models"
     lines: Mapping[str, int] = field(repr=False)  # line of each dotted key, as "methods.ppo" or "grids.0"
 
     @property
@@ -234,13 +230,10 @@ class Spec:
 
     def cells(self, grids: Sequence[Grid] | None = None) -> list[Cell]:
         """Return the cells of grids (None: those of the study), each once, in the order of the grids."""
-        found: dict[Cell, None] = {}
-        for grid in self.grids if grids is None else grids:
-            names = {"task": tuple(self.tasks), "method": tuple(self.methods), **grid}
-            for values in product(*names.values()):
-                levels = dict(zip(names, values, strict=True))
-                found[self.cell(levels.pop("task"), levels.pop("method"), levels)] = None
-        return list(found)
+        every = {"task": tuple(self.tasks), "method": tuple(self.methods)}
+        whole = [{**every, **grid} for grid in (self.grids if grids is None else grids)]
+        found = (dict(zip(grid, x, strict=True)) for grid in whole for x in product(*grid.values()))
+        return list(dict.fromkeys(self.cell(each["task"], each["method"], each) for each in found))
 
     def _typed(self, run: Run) -> list[tuple[str, Override]]:
         """Return the overrides of a run with the keys of the study file they come from; a later one wins."""
@@ -321,9 +314,8 @@ class Spec:
             return load_function(key, at, None)(rows)
         except (Exception, SystemExit) as error:
             got = f"{one_line(error)}{place_in_code(error, __file__)}"
-            raise UserError(
-                f"{self.at(key)} must be a function of rows, got {got}; correct {address}"
-            ) from None
+            rule = f"{self.at(key)} must be a function of rows"
+            raise UserError(f"{rule}, got {got}; correct {address}") from None
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind, in the order of time."""
@@ -423,15 +415,12 @@ class Formula:
         rest = second[found.end() :] if found else second
         if link not in ((None, "of") if sign == "within" else (None, "", "*")):
             return None
-        if link is None:  # a number alone: the words after it belong to the left side
-            left, right = _side(first + rest), None
-        else:
-            left, right = _side(first), _side(rest.strip())
-            if left is None or right is None:
-                return None
-            left, right = _placed(left, right), _placed(right, left)
-        if left is None:
+        left = _side(first + rest if link is None else first)  # words after a number alone are of this side
+        right = _side(rest.strip())
+        if left is None or (right is None and link is not None):
             return None
+        if right is not None:
+            left, right = _placed(left, right), _placed(right, left)
         factor, number = (number, 0.0) if link == "*" else (1.0, number)
         return Formula(text, left, sign, number, factor, right, bool(pooled))
 
@@ -458,10 +447,9 @@ class Formula:
                     guess = suggestion(name, names, " (did you mean {}?)")
                     yield f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}"
             if side.quantity not in quantities and "/" not in side.quantity:
-                every = ", ".join(quantities)
                 why = suggestion(side.quantity, [*quantities, *KNOWN], " (did you mean {}?)")
                 why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
-                yield f"be about {every} or a metric, not {side.quantity}{why}"
+                yield f"be about {', '.join(quantities)} or a metric, not {side.quantity}{why}"
             if (side.quantity == Quantity.SLOPE) != bool(side.over):
                 yield f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else"
             if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):

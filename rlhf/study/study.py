@@ -145,11 +145,11 @@ class Study:
         if "/" in table.quantity and table.quantity not in known:
             guess = suggestion(table.quantity, known, "did you mean {}?") or "choose one of Study.rows()"
             raise UserError(f"a table must name a metric of the rows, got {table.quantity}; {guess}")
-        found: dict[tuple[str, str], dict[str, str]] = {}
-        for each in tables(results, [table]):
-            for method, row in each.rows.items():
-                texts = [entry.text for entry in row]
-                found[each.task, method] = dict(zip(each.columns, texts, strict=True))
+        found = {
+            (each.task, method): dict(zip(each.columns, [entry.text for entry in row], strict=True))
+            for each in tables(results, [table])
+            for method, row in each.rows.items()
+        }
         return pandas.DataFrame.from_dict(found, orient="index")
 
     def claims(self) -> list[Judged]:

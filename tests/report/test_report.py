@@ -283,7 +283,6 @@ def test_without_matplotlib_the_error_names_the_extra_and_the_table_still_works(
 ):
     folder = write_run(tmp_path / "a")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("rlhf.report.__main__.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         main([str(folder), "--out", str(tmp_path / "report")])
     assert "pip install -e '.[report]'" in capsys.readouterr().err
