@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks import rules
-from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
+from rlhf.checks.rules import Allowed, When, chosen, doubt, rule, training_rule
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
-from rlhf.config.models import Device, Dtype, paths_in
+from rlhf.config.models import Device, paths_in
 from rlhf.config.root import Config
 from rlhf.config.schema import ABSENT, missing_package, value_at
 from rlhf.config.scorers import scorers
@@ -54,35 +54,26 @@ def _makes_members(cfg: Config) -> bool:
 
 
 _BACKEND = "with backend={backend}"
-PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
-ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-NO_GPU = When("without a GPU", lambda cfg: ON_CPU.holds(cfg) or not this_machine().gpus)
+NO_GPU = When("without a GPU", lambda cfg: cfg.backend.device is Device.cpu or not this_machine().gpus)
 GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
 UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
 UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
 GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
-FLOAT32 = When("with model.dtype=float32", lambda cfg: cfg.model.dtype is Dtype.float32)
-FLOAT32_HEAD = When("with model.float32_head=true", lambda cfg: cfg.model.float32_head)
 SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
-NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
 NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
 PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
 NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
 OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
 ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
 TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
-OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-TEMPLATE = When("", lambda cfg: cfg.model.chat_template is not None)
-TURN = When("", lambda cfg: is_set(cfg, "task.turn"))
 UNREAD_PAIRS = When(
     "", lambda cfg: "task.preferences_path" not in _needed(cfg) and cfg.task.preferences_path is not None
 )
 
 NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
 TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
-NAMED = Allowed("name a reward model", lambda path: path is not None)
 REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
 
 rules.add_rows("inputs", globals())

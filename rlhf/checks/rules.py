@@ -5,10 +5,11 @@
 
     # rules.yaml
     - {key: optim.optimizer, value: adamw, when: DEEPSPEED, because: its engine has no other optimizer}
+    - {key: model.lora.rank, value: 0, when: model.moving.every!=null, because: only adapters are trained}
 
-This row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer), got
-muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A row
-does not apply to a config without its key. docs/reference/config.md lists the rows.
+The first row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer),
+got muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A
+row does not apply to a config without its key. docs/reference/config.md lists the rows.
 
 A function yields error messages (or, for `@doubt`, warnings). A plug-in may add rules of both forms in the
 module that registers its options; its rows are `RULES += [must(...)]`.
@@ -24,7 +25,7 @@ from operator import and_
 from typing import Any
 
 from rlhf.config.root import Config
-from rlhf.config.schema import ABSENT, Section, data_file, plain, value_at, values
+from rlhf.config.schema import ABSENT, TERM, Section, data_file, meets, plain, value_at, values
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
@@ -78,6 +79,16 @@ class When:
 
 
 ALWAYS = When("", lambda cfg: True)
+
+
+def of_key(term: str) -> When:
+    """Return the condition `<key>=<value>|<value>` or `<key>!=<value>`; without the key, it does not hold."""
+    ((key, sign, values),) = TERM.findall(term)
+
+    def holds(cfg: Config) -> bool:
+        return (now := chosen(cfg, key)) != "" and meets(now, sign, values)
+
+    return When(f"with {term.removesuffix('!=null')}", holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,8 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
     """
 
     def condition(row: dict[str, Any]) -> When:
-        return reduce(and_, [names[name] for name in row["when"].split(" & ")]) if "when" in row else ALWAYS
+        terms = row["when"].split(" & ") if "when" in row else ()
+        return reduce(and_, [names[term] if term in names else of_key(term) for term in terms] or [ALWAYS])
 
     for part, added in (("rules", RULES), ("training", TRAINING_RULES)):
         for row in _TABLE[module][part]:

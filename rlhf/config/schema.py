@@ -38,7 +38,7 @@ T = TypeVar("T", bound=type)
 
 ABSENT = object()  # the value of a key that a config does not have
 _REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
-_TERM = re.compile(r"(\w+)(!?=)(\S+)")  # key, sign and values of a condition
+TERM = re.compile(r"([\w.@]+)(!?=)(\S+)")  # key, sign and values of a condition
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
@@ -113,8 +113,8 @@ class Section:
             if getattr(self, name) == getattr(default, name):
                 continue
             for condition in conditions:
-                states = [(*each, plain(getattr(self, each[0]))) for each in _TERM.findall(condition)]
-                if not any((now in values.split("|")) == (sign == "=") for _, sign, values, now in states):
+                states = [(*each, plain(getattr(self, each[0]))) for each in TERM.findall(condition)]
+                if not any(meets(now, sign, values) for _, sign, values, now in states):
                     key, sign, values, now = states[-1]
                     owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
                     yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
@@ -177,6 +177,11 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 def dotted(at: str, name: str) -> str:
     """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
+
+
+def meets(now: str, sign: str, values: str) -> bool:
+    """Return whether a value as it is typed is one of `values` (`a|b`), or, with `!=`, none of them."""
+    return (now in values.split("|")) == (sign == "=")
 
 
 @cache
