@@ -229,10 +229,9 @@ def process_problems(cfg: Config) -> Iterator[str]:
     if cfg.backend.device is not Device.cuda:
         return
     if not torch_has_cuda():
-        yield (
-            "backend.device must be cpu or auto with a torch that was built without CUDA, got cuda; install "
-            "torch with CUDA (make setup LOCK=gpu), or try the run with debug=tiny"
-        )
+        remedy = "install torch with CUDA (make setup LOCK=gpu), or try the run with debug=tiny"
+        rule = "be cpu or auto with a torch that was built without CUDA"
+        yield cfg.backend.refused("backend", "device", rule, remedy=remedy)
         return
     found = len(this_machine().gpus)
     trainer = local_world_size() if started > 1 else wanted or 1

@@ -41,10 +41,6 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
-def _needed(cfg: Config) -> set[str]:
-    return {key for key, *_ in _needs(cfg)}
-
-
 def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
@@ -53,24 +49,16 @@ def _makes_members(cfg: Config) -> bool:
     return cfg.task.embedded and cfg.scorer.reads_reward and not isinstance(cfg.model.reward, str)
 
 
-_BACKEND = "with backend={backend}"
 NO_GPU = When("without a GPU", lambda cfg: cfg.backend.device is Device.cpu or not this_machine().gpus)
 GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
-UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
-UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
-GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
+GATHERED = When("with backend={backend}", lambda cfg: cfg.backend.footprint().gathered)
 SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
 NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
 PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
 NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
-OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
-ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
-TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-UNREAD_PAIRS = When(
-    "", lambda cfg: "task.preferences_path" not in _needed(cfg) and cfg.task.preferences_path is not None
-)
+UNREAD_PAIRS = When("", lambda cfg: all(key != "task.preferences_path" for key, *_ in _needs(cfg)))
 
 NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
 TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
@@ -89,10 +77,9 @@ def _packages_of_kernels(cfg: Config) -> Iterator[str]:
     package = _FLASH_PACKAGES.get(cfg.model.attention)
     if package and not any(map(importlib.util.find_spec, (package, "kernels"))):
         install = "run: pip install flash-attn --no-build-isolation, or " if package == "flash_attn" else ""
-        yield (
-            f"model.attention must be an installed implementation (Python finds no package {package}), got "
-            f"{cfg.model.attention}; {install}set model.attention=auto"
-        )
+        rule, reason = "be an installed implementation", f"Python finds no package {package}"
+        remedy = f"{install}set model.attention=auto"
+        yield cfg.model.refused("model", "attention", rule, reason, remedy=remedy)
     if cfg.model.fused_head:
         otherwise = "set model.fused_head=null"
         yield from missing_package("model.fused_head=true", "liger_kernel", "liger", "Liger", otherwise)
@@ -109,11 +96,9 @@ def _models_are_named(cfg: Config) -> Iterator[str]:
     for key, value in wanted.items():
         if value is None:
             other = {"base": model.policy, "policy": model.base}.get(key)  # probably meant for this algorithm
-            yield (
-                f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
-                f"own), got null; set "
-                + (setting(f"model.{key}", other) if other else f"model.{key}=<hub name or folder>")
-            )
+            rule, reason = f"name a model for task={cfg.task.name}", "only embedded tasks make their own"
+            remedy = f"set {setting(f'model.{key}', other)}" if other else ""
+            yield model.refused("model", key, rule, reason, "<hub name or folder>", remedy)
 
 
 @rule
@@ -450,18 +435,15 @@ def _parts_have_one_form(cfg: Config) -> Iterator[str]:
 @rule
 def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    if path is None or cfg.model.chat_template is not None:
-        return
-    tokenizer = _tokenizer_in(path)
-    if tokenizer is not None and tokenizer.template is None and has_dialogues(cfg.task):
+    tokenizer, own = _tokenizer_in(path), cfg.model.chat_template
+    if path and tokenizer and tokenizer.template is None and own is None and has_dialogues(cfg.task):
         yield no_template(path)
 
 
 @doubt
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    tokenizer = _tokenizer_in(path) if path is not None else None
-    texts = isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
+    tokenizer, texts = _tokenizer_in(path), isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
     if texts and tokenizer is not None and tokenizer.template is not None:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
@@ -511,10 +493,8 @@ def _folders_can_be_written(cfg: Config) -> Iterator[str]:
         if not path.strip():
             yield f"{key} must name a folder (the run writes files there), got {path!r}; set {key}=outputs"
         elif path.startswith("~/"):
-            yield (
-                f"{key} must be a path without ~ (only a shell replaces it), got {path}; "
-                f"set {setting(key, Path(path).expanduser())}"
-            )
+            remedy = f"set {setting(key, Path(path).expanduser())}"
+            yield cfg.refused("", key, "be a path without ~", "only a shell replaces it", remedy=remedy)
         elif reason := unwritable(Path(path)):
             yield cannot_write(key, Path(path), reason)
 

@@ -1,11 +1,12 @@
 """Rules over the whole config. A rule is a row, if one key has a wrong value, or a function.
 
-    # settings.py
-    DEEPSPEED = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-
     # rules.yaml
-    - {key: optim.optimizer, value: adamw, when: DEEPSPEED, because: its engine has no other optimizer}
-    - {key: model.lora.rank, value: 0, when: model.moving.every!=null, because: only adapters are trained}
+    - {key: optim.optimizer, value: adamw, when: not backend.any_optimizer,
+       because: its engine has no other optimizer}
+    - {key: stages.members, value: 1, when: NO_MEMBERS, because: it is the number of these models}
+
+    # inputs.py
+    NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
 
 The first row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer),
 got muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A
@@ -81,14 +82,19 @@ class When:
 ALWAYS = When("", lambda cfg: True)
 
 
-def of_key(term: str) -> When:
-    """Return the condition `<key>=<value>|<value>` or `<key>!=<value>`; without the key, it does not hold."""
-    ((key, sign, values),) = TERM.findall(term)
+def condition(term: str) -> When:
+    """Return the condition of a row that a term states.
 
-    def holds(cfg: Config) -> bool:
-        return (now := chosen(cfg, key)) != "" and meets(now, sign, values)
-
-    return When(f"with {term.removesuffix('!=null')}", holds)
+    Args:
+        term: `<key>=<value>|<value>` or `<key>!=<value>`, about a value; `<section>.<fact>` or `not
+            <section>.<fact>`, about what a section says of its option.
+    """
+    if stated := TERM.fullmatch(term):
+        key, sign, values = stated.groups()
+        return When(f"with {term.removesuffix('!=null')}", lambda cfg: meets(chosen(cfg, key), sign, values))
+    fact = term.removeprefix("not ")
+    section, sign = fact.partition(".")[0], "!=" if fact == term else "="
+    return When(f"with {section}={{{section}}}", lambda cfg: meets(chosen(cfg, fact), sign, "false|0|null"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +165,9 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
         names: the conditions (`When`) and the allowed values (`Allowed`) of the module, by their names.
     """
 
-    def condition(row: dict[str, Any]) -> When:
+    def joined(row: dict[str, Any]) -> When:
         terms = row["when"].split(" & ") if "when" in row else ()
-        return reduce(and_, [names[term] if term in names else of_key(term) for term in terms] or [ALWAYS])
+        return reduce(and_, [names[term] if term in names else condition(term) for term in terms] or [ALWAYS])
 
     for part, added in (("rules", RULES), ("training", TRAINING_RULES)):
         for row in _TABLE[module][part]:
@@ -169,8 +175,8 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
             if isinstance(value, dict):
                 value = names[value["is"]] if "is" in value else other_than(value["not"])
             value = tuple(value) if isinstance(value, list) else value
-            added.append(must(row["key"], value, condition(row), row["because"], row.get("fix")))
-    DOUBTS.extend(partial(_doubtful, condition(row), row["says"]) for row in _TABLE[module]["doubts"])
+            added.append(must(row["key"], value, joined(row), row["because"], row.get("fix")))
+    DOUBTS.extend(partial(_doubtful, joined(row), row["says"]) for row in _TABLE[module]["doubts"])
 
 
 def _doubtful(when: When, text: str, cfg: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
-from rlhf.config.schema import TERM, data_file
+from rlhf.config.schema import data_file
 from rlhf.core.errors import UserError
 from rlhf.words.compose import compose
 
@@ -84,8 +84,12 @@ def test_the_keys_of_rows_exist():
         for key in (row.key, *re.findall(r"\{([\w.@]+)\}", row.when.text)):
             assert any(chosen(cfg, key) for cfg in configs), key
     table = data_file("rlhf.checks", "rules.yaml")
-    conditions = [row.get("when", "") for part in table.values() for rows in part.values() for row in rows]
-    for key, _, _ in TERM.findall(" ".join(conditions)):
+    conditions = " & ".join(
+        row.get("when", "") for part in table.values() for rows in part.values() for row in rows
+    )
+    keys = re.findall(r"(?:^| )([a-z]\w*(?:\.\w+)+|[a-z]\w*(?==))", conditions)
+    assert {"algo.supervised", "backend.any_optimizer", "scorer", "schedule.order"} <= {*keys}
+    for key in keys:
         assert any(chosen(cfg, key) for cfg in configs), key
 
 
