@@ -37,12 +37,12 @@ from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
 from rlhf.words.compose import compose_node, load_config, settings
+from rlhf.words.help import WIDTH, row
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
 
 
-_WIDTH = 80
 _FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
 _CONFIG_DIR, _CONFIG_NAME = ("--config-dir", "-cd"), ("--config-name", "-cn")
 
@@ -88,15 +88,12 @@ class Command:
         words = re.findall(r"\[[^\]]*\]|\S+", self.usage)  # never break the line within brackets
         usage = textwrap.wrap(
             " ".join(word.replace(" ", "\0") for word in words),
-            _WIDTH,
+            WIDTH,
             initial_indent=command,
             subsequent_indent=" " * len(command),
             break_on_hyphens=False,
         )
-        rows = [
-            textwrap.fill(meaning, _WIDTH, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
-            for name, meaning in self.own.items()
-        ]
+        rows = [line for name, meaning in self.own.items() for line in row(f"{name}=", meaning, 12)]
         usage = [line.replace("\0", " ") for line in usage]
         more = "Groups, options and keys: python -m rlhf.train --help"
         return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), more])
