@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from importlib.resources import files
+from operator import ge, gt, le, lt
 from typing import Any, Self, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import yaml
@@ -67,6 +68,8 @@ class Section:
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error message for each number out of its bounds, and for each rule that is broken.
 
+        A class states rules as a method `rules(self, at)` that yields messages; all bases' rules apply.
+
         Args:
             at: the dotted key of this section in the config; empty for the root.
         """
@@ -78,10 +81,6 @@ class Section:
         for cls in reversed(type(self).__mro__):
             if "rules" in vars(cls):
                 yield from vars(cls)["rules"](self, at)
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error message for each rule of this class that is broken; `problems` calls all bases'."""
-        return iter(())
 
     def refused(
         self, at: str, name: str, rule: str, because: str = "", instead: Any = ABSENT, remedy: str = ""
@@ -180,8 +179,14 @@ def dotted(at: str, name: str) -> str:
 
 
 def meets(now: str, sign: str, values: str) -> bool:
-    """Return whether a value as it is typed is one of `values` (`a|b`), or, with `!=`, none of them."""
-    return (now in values.split("|")) == (sign == "=")
+    """Return whether a condition holds.
+
+    Args:
+        now: the value of the key, as it is typed; empty: there is no such key, and no condition holds.
+        sign: `=` or `!=`.
+        values: a value, or several with `|` between them, of which `now` is one (`=`) or none (`!=`).
+    """
+    return bool(now) and (now in values.split("|")) == (sign == "=")
 
 
 @cache
@@ -313,17 +318,15 @@ class Bound:
 
     def broken(self, value: float) -> str | None:
         """Return the text of the rule that `value` breaks, such as "be >= 1"; None if it breaks no rule."""
-        rules = [
-            (self.least, f">= {plain(self.least)}", lambda bound: value >= bound),
-            (self.above, f"> {plain(self.above)}", lambda bound: value > bound),
-            (self.most, f"<= {plain(self.most)}", lambda bound: value <= bound),
-            (self.below, f"< {plain(self.below)}", lambda bound: value < bound),
+        rules = (self.least, ">=", ge), (self.above, ">", gt), (self.most, "<=", le), (self.below, "<", lt)
+        stated = [
+            (bound, f"{sign} {plain(bound)}", holds) for bound, sign, holds in rules if bound is not None
         ]
-        stated = [(text, holds(bound)) for bound, text, holds in rules if bound is not None]
+        texts = [text for _, text, _ in stated]
         if not math.isfinite(value):
-            return "be " + " and ".join(["finite", *(text for text, _ in stated)])
-        if not all(holds for _, holds in stated):
-            return "be " + " and ".join(text for text, _ in stated)
+            return f"be {' and '.join(['finite', *texts])}"
+        if not all(holds(value, bound) for bound, _, holds in stated):
+            return f"be {' and '.join(texts)}"
         if self.counts and value > 1 and value != int(value):
             return f"be whole if it is 1 or more: then it counts {self.counts}"
         return None

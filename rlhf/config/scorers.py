@@ -44,6 +44,8 @@ class ScorerConfig(Section):
     sequences: ClassVar[int] = 0  # per forward pass of the model that scores; 0: none of this machine does
     only_here: ClassVar[list[str]] = []  # addresses of functions that exist only in this process
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
+    parts: ClassVar[dict[str, ScorerConfig]] = {}  # the scorers of which it consists, by their names
+    pad_token: ClassVar[str | None] = None  # in place of that of the reward model's tokenizer
 
     name: str = MISSING
     missing_eos_score: float | None = number(None, remedy="-1")
@@ -56,16 +58,6 @@ class ScorerConfig(Section):
     """number subtracted from the score of a response of the largest length"""
     weight: float = number(1.0)
     """factor of the score of this part in a weighted scorer; 0: the score is only logged"""
-
-    @property
-    def parts(self) -> dict[str, ScorerConfig]:
-        """The scorers of which this scorer consists, by their names."""
-        return {}
-
-    @property
-    def pad_token(self) -> str | None:
-        """The pad token that replaces that of the reward model's tokenizer; None: it is not replaced."""
-        return None
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return why this scorer cannot score the responses of a task; None: it can."""
@@ -173,7 +165,7 @@ class RewardModelScorerConfig(ScorerConfig):
     doubt: float = number(0.5, when="combine=uncertainty", least=0, added=True)
     """factor of the standard deviation of the scores of an ensemble"""
     batch_size: int = number(32, "sequences per forward pass", least=1)
-    pad_token: str | None = entry(None, added=True)
+    pad_token: str | None = entry(None, added=True)  # type: ignore[misc]
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
 
     @property
@@ -248,7 +240,7 @@ class PartsScorerConfig(ScorerConfig):
 
     reason: ClassVar[str]  # why each part must judge a text by itself
 
-    parts: dict[str, ScorerConfig] = entry(dict)
+    parts: dict[str, ScorerConfig] = entry(dict)  # type: ignore[misc]
     """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
     def source(self, reward: Any) -> Hashable:
@@ -352,15 +344,13 @@ class FunctionScorerConfig(ScorerConfig):
             yield self.refused(at, "path", "name each function once", reason, remedy=remedy)
         if weights is None:
             return
-        ones = ",".join(["1"] * max(1, len(paths)))
-        if not isinstance(self.path, list) or len(weights) != len(paths):
-            remedy = f"set '{at}.weights=[{ones}]'"
-            if not isinstance(self.path, list):
-                remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
+        remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
+        if several := isinstance(self.path, list):
+            remedy = f"set '{at}.weights=[{','.join(['1'] * max(1, len(paths)))}]'"
+        if not several or len(weights) != len(paths):
             rule = f"have a number for each of the {len(paths)} functions in {at}.path"
             yield self.refused(at, "weights", rule, "they are factors of its scores", remedy=remedy)
         if not all(map(math.isfinite, weights)):
-            remedy = f"set '{at}.weights=[{ones}]'"
             yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
 
     def job_problems(self, at: str) -> Iterator[str]:
@@ -665,7 +655,7 @@ class MixtureConfig(TaskConfig):
     own_data: ClassVar[bool] = True
     dialogues: ClassVar[None] = None  # the parts decide
 
-    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")
+    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")  # type: ignore[misc]
     weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
     @property
