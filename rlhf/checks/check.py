@@ -222,10 +222,9 @@ def process_problems(cfg: Config) -> Iterator[str]:
         )
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
-        yield (
-            f"backend.ranks must be the number of processes that train together, got {wanted} with {started} "
-            f"started; start it with {command} -m rlhf.train, or set backend.ranks={started}"
-        )
+        rule, reason = "be the number of processes that train together", f"{started} started"
+        remedy = f"start it with {command} -m rlhf.train, or set backend.ranks={started}"
+        yield cfg.backend.refused("backend", "ranks", rule, reason, remedy=remedy)
     if cfg.backend.device is not Device.cuda:
         return
     if not torch_has_cuda():

@@ -122,13 +122,9 @@ def _models(cfg: Config) -> Iterator[str]:
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
         close = str(Path(tokenizer).parent) if file else folder.similar_folder(tokenizer)
-        fix = (
-            f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
-        )
-        yield (
-            "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
-            f"folder {tokenizer!r}), got {tokenizer!r}; {fix}"
-        )
+        rule, reason = "name a tokenizer on the hub or its folder", f"there is no folder {tokenizer!r}"
+        remedy = f"did you mean model.tokenizer={close}?" if close else ""
+        yield cfg.model.refused("model", "tokenizer", rule, reason, "<hub name or folder>", remedy)
     made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
     if made and not contexts:
         contexts.append(cfg.model.context)
@@ -414,11 +410,9 @@ def data_of_tasks(cfg: Config) -> Iterator[str]:
                 found += error.problems
         pairs = not isinstance(task, ChatConfig) or task.preferences_path or task.preferences_name
         if pairs is None and cfg.reads_pairs and not cfg.stand_ins:
-            found.append(
-                f"task.preferences_path must name a folder of preference pairs for task={task.name} (No "
-                "Robots has none), got null; set task.preferences_path=<folder> or "
-                "task.preferences_name=<hub name>"
-            )
+            rule = f"name a folder of preference pairs for task={task.name}"
+            remedy = "set task.preferences_path=<folder> or task.preferences_name=<hub name>"
+            found.append(task.refused("task", "preferences_path", rule, "No Robots has none", remedy=remedy))
         yield from (cfg.task.own_key(name, text) for text in found)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from rlhf.checks import rules
 from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
 from rlhf.config.algorithms import Trains
-from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer
 from rlhf.config.schema import data_file, missing_package, plain, sections, value_at
@@ -47,12 +46,10 @@ UNJUDGED = When(
     "without a scorer of new responses, a judge and evaluations",
     lambda cfg: not cfg.scores_completions or cfg.gold.name == "none" or not cfg.schedule.eval_every,
 )
-SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
 NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
 EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
 RANKS = When("with several ranks", lambda cfg: world_size() > 1)
 RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
-ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
 _METRIC = "with objective_metric={objective_metric}"
 EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
 LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
@@ -235,11 +232,10 @@ def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
         if here and _annotates(cfg):
-            yield (
-                f"{at}.path must name a function of a module or a file for this run (another process scores "
-                f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
-                "generator.annotate=false, or write the function in a module"
-            )
+            reason = "another process scores the responses, see generator.annotate, without the object"
+            remedy = "set generator.annotate=false, or write the function in a module"
+            rule = "name a function of a module or a file for this run"
+            yield scorer.refused(at, "path", rule, reason, remedy=remedy)
 
 
 @doubt

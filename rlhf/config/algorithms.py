@@ -65,9 +65,7 @@ class AlgoConfig(Section):
     distils: ClassVar[bool] = False  # True: model.reference is a teacher, another model than the policy
     needs_sampler: ClassVar[bool] = False  # True: the loss needs the sampler's log-probs
     teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
-    value_lr: ClassVar[float | None] = (
-        None  # of the value model; None: `optim.lr`, or there is no value model
-    )
+    value_lr: ClassVar[float | None] = None  # of the value model; None: `optim.lr`, or it has none
 
     name: str = MISSING
     samples_per_prompt: int = entry(1, "K, responses of one prompt")

@@ -319,14 +319,12 @@ class Bound:
     def broken(self, value: float) -> str | None:
         """Return the text of the rule that `value` breaks, such as "be >= 1"; None if it breaks no rule."""
         rules = (self.least, ">=", ge), (self.above, ">", gt), (self.most, "<=", le), (self.below, "<", lt)
-        stated = [
-            (bound, f"{sign} {plain(bound)}", holds) for bound, sign, holds in rules if bound is not None
-        ]
-        texts = [text for _, text, _ in stated]
+        stated = [each for each in rules if each[0] is not None]
+        text = " and ".join(f"{sign} {plain(bound)}" for bound, sign, _ in stated)
         if not math.isfinite(value):
-            return f"be {' and '.join(['finite', *texts])}"
+            return f"be finite and {text}" if text else "be finite"
         if not all(holds(value, bound) for bound, _, holds in stated):
-            return f"be {' and '.join(texts)}"
+            return f"be {text}"
         if self.counts and value > 1 and value != int(value):
             return f"be whole if it is 1 or more: then it counts {self.counts}"
         return None

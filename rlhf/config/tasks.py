@@ -44,7 +44,6 @@ class TaskConfig(Section):
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
     validation_split: ClassVar[str] = "validation"  # its name in the data set
-    train_size: ClassVar[int | None] = None  # number of training prompts, if the config sets it
     parts: ClassVar[dict[str, TaskConfig]] = {}  # of a mixture, by their names
     # the arguments of `LocalFiles` for the user's own files; None: the task reads none
     own_files: ClassVar[tuple[str, ColumnsConfig, bool] | None] = None
@@ -64,9 +63,13 @@ class TaskConfig(Section):
             yield self.refused(at, "path", rule, "its examples are generated", remedy=remedy)
         split = self.validation_split
         if not split or split.startswith(".") or "/" in split or "\0" in split:  # stand-ins have such files
-            yield self.refused(
-                at, "validation_split", "be the name of a split", "files have its name", "test"
-            )
+            rule, reason = "be the name of a split", "files have its name"
+            yield self.refused(at, "validation_split", rule, reason, "test")
+
+    @property
+    def train_size(self) -> int | None:
+        """The number of training prompts, if the config sets it."""
+        return None
 
     def own_key(self, name: str, text: str) -> str:
         """Return a text in which the keys of `task` are those of the part `name`."""
@@ -96,7 +99,7 @@ class EmbeddedTaskConfig(TaskConfig):
 
     embedded: ClassVar[bool] = True
     data_seed: int = entry(0, "seed of the generated data; the run's own seed does not change the data")
-    train_size: int = number(MISSING, "examples to generate", least=1, remedy="512")  # type: ignore[misc]
+    train_size: int = number(MISSING, "examples to generate", least=1, remedy="512")
     validation_size: int = number(512, "examples to generate", least=1)
     test_size: int = number(512, "examples to generate", least=1)
 
@@ -357,7 +360,7 @@ class EnvironmentTaskConfig(TaskConfig):
     dialogues: ClassVar[bool] = True  # a first message is a message of the user
 
     data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
-    train_size: int = number(1024, "first messages to ask for", least=1)  # type: ignore[misc]
+    train_size: int = number(1024, "first messages to ask for", least=1)
     validation_size: int = number(256, "first messages to ask for", least=1)
     test_size: int = number(256, "first messages to ask for", least=1)
 

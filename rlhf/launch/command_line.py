@@ -16,7 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -31,6 +30,7 @@ from omegaconf import DictConfig
 from rlhf.checks.check import overrides_of
 from rlhf.checks.rules import check_arguments
 from rlhf.config.root import set_environment
+from rlhf.config.schema import data_file
 from rlhf.core.errors import Interrupted, RunError, UserError, report, setting
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.processes.signals import interruptible
@@ -274,7 +274,7 @@ def with_flags(command: str, given: Sequence[str] | None) -> Iterator[Namespace]
         given: the arguments; None: those of the command line.
     """
     prepare_output()
-    table = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8"))[command]
+    table = data_file("rlhf.launch", "flags.yaml")[command]
     parser = ArgumentParser(prog=f"python -m rlhf.{command}", description=table["does"], allow_abbrev=False)
     parser.register("type", "path", Path)
     parser.register("type", "int", int)
