@@ -319,7 +319,7 @@ class Bound:
     def broken(self, value: float) -> str | None:
         """Return the text of the rule that `value` breaks, such as "be >= 1"; None if it breaks no rule."""
         rules = (self.least, ">=", ge), (self.above, ">", gt), (self.most, "<=", le), (self.below, "<", lt)
-        stated = [each for each in rules if each[0] is not None]
+        stated = [(bound, sign, holds) for bound, sign, holds in rules if bound is not None]
         text = " and ".join(f"{sign} {plain(bound)}" for bound, sign, _ in stated)
         if not math.isfinite(value):
             return f"be finite and {text}" if text else "be finite"
