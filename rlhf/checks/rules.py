@@ -75,7 +75,8 @@ class When:
 
     def __and__(self, other: When) -> When:
         """Return the condition that both conditions hold."""
-        text = f"{self.text} and {other.text.removeprefix('with ')}"
+        added = other.text.removeprefix("with ")
+        text = self.text if added in self.text else f"{self.text} and {added}"
         return When(text, lambda cfg: self.holds(cfg) and other.holds(cfg))
 
 

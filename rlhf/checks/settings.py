@@ -41,6 +41,10 @@ _OF_DATA = "for algo={algo} generator={generator}"
 
 STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
 STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+NEW_SAMPLES = When(
+    "with generator={generator}", lambda cfg: cfg.generator.samples and not cfg.algo.supervised
+)
+COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
 UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
 UNJUDGED = When(
     "without a scorer of new responses, a judge and evaluations",

@@ -65,13 +65,17 @@ class AlgoConfig(Section):
     distils: ClassVar[bool] = False  # True: model.reference is a teacher, another model than the policy
     needs_sampler: ClassVar[bool] = False  # True: the loss needs the sampler's log-probs
     teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
-    value_lr: ClassVar[float | None] = None  # of the value model; None: `optim.lr`, or it has none
 
     name: str = MISSING
     samples_per_prompt: int = entry(1, "K, responses of one prompt")
     tie_tolerance: float | None = number(None, least=0, remedy="null", added=True)
     """scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; null: for
     a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0"""
+
+    @property
+    def value_lr(self) -> float | None:
+        """The learning rate of the value model; None: `optim.lr`, or there is no value model."""
+        return None
 
     def corrections(self) -> list[str]:
         """Return settings that make updates on samples of older weights more stable."""
@@ -433,7 +437,7 @@ class PPOConfig(PolicyGradientConfig):
     """the state after the last token is a separate step, which receives the score"""
     value_from: ValueFrom | None = entry(None)
     """null: the reward model if the scorer uses one, else the policy"""
-    value_lr: float | None = number(None, above=0, remedy="null")  # type: ignore[misc]
+    value_lr: float | None = number(None, above=0, remedy="null")
     """learning rate of the value model; null: optim.lr"""
 
 

@@ -64,7 +64,6 @@ class GeneratorConfig(Section):
     shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
     only_training: ClassVar[tuple[str, ...]] = ()  # keys that are null in an evaluation
     lowest_temperature: ClassVar[float] = 0.0  # the generator raises lower temperatures to this one
-    replicas: ClassVar[int] = 1  # generators that take requests in turn
 
     name: str = MISSING
     temperature: float = number(0.7, above=0)
@@ -74,6 +73,9 @@ class GeneratorConfig(Section):
     top_p: float = entry(1.0, "must be 1.0: training with top-p sampling is refused")
     top_k: int = entry(0, "must be 0: training with top-k sampling is refused")
     min_p: float = entry(0.0, "must be 0.0: training with min-p sampling is refused")
+
+    # of generators without such a key
+    replicas: ClassVar[int] = 1  # generators that take requests in turn
 
     @property
     def rollouts(self) -> bool:

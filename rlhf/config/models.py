@@ -62,8 +62,6 @@ class MovingConfig(Section):
 class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
 
-    context: ClassVar[int | None] = None  # length of a model with random weights; None: none is made
-
     name: str = MISSING
     base: str | None = entry(None, "the model that SFT starts from")
     policy: str | None = entry(None)
@@ -98,6 +96,9 @@ class ModelConfig(Section):
     attention: str = entry("sdpa")
     """attention implementation of transformers; auto: flash attention if installed"""
     trust_remote_code: bool = entry(False, "run Python code that comes with a hub model")
+
+    # of models without such a key
+    context: ClassVar[int | None] = None  # length of a model with random weights; None: none is made
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the reward model, the file of the chat template or the clock is none."""

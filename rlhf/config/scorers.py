@@ -44,8 +44,6 @@ class ScorerConfig(Section):
     sequences: ClassVar[int] = 0  # per forward pass of the model that scores; 0: none of this machine does
     only_here: ClassVar[list[str]] = []  # addresses of functions that exist only in this process
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
-    parts: ClassVar[dict[str, ScorerConfig]] = {}  # the scorers of which it consists, by their names
-    pad_token: ClassVar[str | None] = None  # in place of that of the reward model's tokenizer
 
     name: str = MISSING
     missing_eos_score: float | None = number(None, remedy="-1")
@@ -58,6 +56,14 @@ class ScorerConfig(Section):
     """number subtracted from the score of a response of the largest length"""
     weight: float = number(1.0)
     """factor of the score of this part in a weighted scorer; 0: the score is only logged"""
+
+    # of scorers without such a key
+    parts: ClassVar[dict[str, ScorerConfig]] = {}  # the scorers of which it consists, by their names
+
+    @property
+    def pad_token(self) -> str | None:
+        """The pad token that replaces that of the reward model's tokenizer; None: it is not replaced."""
+        return None
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return why this scorer cannot score the responses of a task; None: it can."""
@@ -165,7 +171,7 @@ class RewardModelScorerConfig(ScorerConfig):
     doubt: float = number(0.5, when="combine=uncertainty", least=0, added=True)
     """factor of the standard deviation of the scores of an ensemble"""
     batch_size: int = number(32, "sequences per forward pass", least=1)
-    pad_token: str | None = entry(None, added=True)  # type: ignore[misc]
+    pad_token: str | None = entry(None, added=True)
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
 
     @property

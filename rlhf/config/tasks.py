@@ -43,8 +43,6 @@ class TaskConfig(Section):
     vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
-    validation_split: ClassVar[str] = "validation"  # its name in the data set
-    parts: ClassVar[dict[str, TaskConfig]] = {}  # of a mixture, by their names
     # the arguments of `LocalFiles` for the user's own files; None: the task reads none
     own_files: ClassVar[tuple[str, ColumnsConfig, bool] | None] = None
 
@@ -55,6 +53,10 @@ class TaskConfig(Section):
     """largest prompt length in tokens; longer prompts are skipped"""
     teacher_column: str | None = entry(None, added=True)
     """column with the prompt of the teacher: the response is judged as if it followed this text"""
+
+    # of tasks without such a key
+    validation_split: ClassVar[str] = "validation"  # its name in the data set
+    parts: ClassVar[dict[str, TaskConfig]] = {}  # of a mixture, by their names
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read, and for a split whose name leads out of a folder."""
