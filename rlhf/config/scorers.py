@@ -329,7 +329,7 @@ class FunctionScorerConfig(ScorerConfig):
         weights = self.weights or [1.0] * len(names)
         return {
             name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
-            for name, path, weight in zip(names, self.paths, weights, strict=True)
+            for name, path, weight in zip(names, self.paths, weights, strict=False)  # `rules` counts them
         }
 
     def rules(self, at: str) -> Iterator[str]:
