@@ -82,8 +82,8 @@ class ModelConfig(Section):
     clock: str | None = entry(None, added=True)
     """time that the chat template reads, 2026-01-31T09:00; null: start of the run"""
     dtype: Dtype = entry(Dtype.float32)
-    """dtype of forward passes; trained weights are always float32; float16: with loss scaling, so that small
-    gradients do not become 0; GPUs only"""
+    """dtype of forward passes; trained weights are always float32; `float16`: with loss scaling, so that
+    small gradients do not become 0; GPUs only"""
     float32_head: bool = entry(False, added=True)
     """logits in float32 with a 16-bit dtype, in the trainer and in its generators"""
     fused_head: bool | None = entry(None, added=True)
