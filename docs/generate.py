@@ -315,7 +315,8 @@ def keys(cls: type) -> list[Key]:
     for each in fields(cls):
         if each.name == "name":
             continue
-        owners = [base for base in cls.__mro__ if each.name in vars(base).get("__annotations__", {})]
+        types = {base: vars(base).get("__annotations__", {}).get(each.name) for base in cls.__mro__}
+        owners = [base for base, hint in types.items() if hint and not hint.startswith("ClassVar")]
         found.append(Key(each, owners[-1], hints(cls)[each.name]))
     return found
 

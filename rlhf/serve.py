@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.generators import INTERFACE, Precision, Transfer, VLLMServerConfig, token_problems
+from rlhf.config.generators import INTERFACE, Transfer, VLLMServerConfig, token_problems
+from rlhf.config.models import Dtype
 from rlhf.config.root import set_environment
 from rlhf.core.errors import RunError, UserError, setting
 from rlhf.core.files import write_atomically
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--announce", type=Path, metavar="FILE", help="file that has the address while the server is ready")
     add("--max-model-len", **whole, help="tokens of prompt and response (default: the model's context)")
     parser.add_argument("--max-num-seqs", **whole, default=256, help="sequences decoded in parallel")
-    dtypes = [each.value for each in Precision]
+    dtypes = [each.value for each in Dtype]
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="model.dtype of the runs")
     parser.add_argument("--float32-head", action="store_true", help="as model.float32_head of the runs")
     add("--memory", type=float, metavar="SHARE", help="as generator.memory of a run")

@@ -222,17 +222,15 @@ def process_problems(cfg: Config) -> Iterator[str]:
         )
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
-        yield (
-            f"backend.ranks must be the number of processes that train together, got {wanted} with {started} "
-            f"started; start it with {command} -m rlhf.train, or set backend.ranks={started}"
-        )
+        rule, reason = "be the number of processes that train together", f"{started} started"
+        remedy = f"start it with {command} -m rlhf.train, or set backend.ranks={started}"
+        yield cfg.backend.refused("backend", "ranks", rule, reason, remedy=remedy)
     if cfg.backend.device is not Device.cuda:
         return
     if not torch_has_cuda():
-        yield (
-            "backend.device must be cpu or auto with a torch that was built without CUDA, got cuda; install "
-            "torch with CUDA (make setup LOCK=gpu), or try the run with debug=tiny"
-        )
+        remedy = "install torch with CUDA (make setup LOCK=gpu), or try the run with debug=tiny"
+        rule = "be cpu or auto with a torch that was built without CUDA"
+        yield cfg.backend.refused("backend", "device", rule, remedy=remedy)
         return
     found = len(this_machine().gpus)
     trainer = local_world_size() if started > 1 else wanted or 1

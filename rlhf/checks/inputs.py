@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks import rules
-from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
+from rlhf.checks.rules import Allowed, When, chosen, doubt, rule, training_rule
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
-from rlhf.config.models import Device, Dtype, paths_in
+from rlhf.config.models import Device, paths_in
 from rlhf.config.root import Config
 from rlhf.config.schema import ABSENT, missing_package, value_at
 from rlhf.config.scorers import scorers
@@ -41,10 +41,6 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
-def _needed(cfg: Config) -> set[str]:
-    return {key for key, *_ in _needs(cfg)}
-
-
 def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
@@ -53,36 +49,19 @@ def _makes_members(cfg: Config) -> bool:
     return cfg.task.embedded and cfg.scorer.reads_reward and not isinstance(cfg.model.reward, str)
 
 
-_BACKEND = "with backend={backend}"
-PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
-ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-NO_GPU = When("without a GPU", lambda cfg: ON_CPU.holds(cfg) or not this_machine().gpus)
+NO_GPU = When("without a GPU", lambda cfg: cfg.backend.device is Device.cpu or not this_machine().gpus)
 GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
-UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
-UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
-GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
-FLOAT32 = When("with model.dtype=float32", lambda cfg: cfg.model.dtype is Dtype.float32)
-FLOAT32_HEAD = When("with model.float32_head=true", lambda cfg: cfg.model.float32_head)
+GATHERED = When("with backend={backend}", lambda cfg: cfg.backend.footprint().gathered)
 SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
-NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
 NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
 PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
 NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
-OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
-ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
-TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
-OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-TEMPLATE = When("", lambda cfg: cfg.model.chat_template is not None)
-TURN = When("", lambda cfg: is_set(cfg, "task.turn"))
-UNREAD_PAIRS = When(
-    "", lambda cfg: "task.preferences_path" not in _needed(cfg) and cfg.task.preferences_path is not None
-)
+UNREAD_PAIRS = When("", lambda cfg: all(key != "task.preferences_path" for key, *_ in _needs(cfg)))
 
 NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
 TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
-NAMED = Allowed("name a reward model", lambda path: path is not None)
 REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
 
 rules.add_rows("inputs", globals())
@@ -98,10 +77,9 @@ def _packages_of_kernels(cfg: Config) -> Iterator[str]:
     package = _FLASH_PACKAGES.get(cfg.model.attention)
     if package and not any(map(importlib.util.find_spec, (package, "kernels"))):
         install = "run: pip install flash-attn --no-build-isolation, or " if package == "flash_attn" else ""
-        yield (
-            f"model.attention must be an installed implementation (Python finds no package {package}), got "
-            f"{cfg.model.attention}; {install}set model.attention=auto"
-        )
+        rule, reason = "be an installed implementation", f"Python finds no package {package}"
+        remedy = f"{install}set model.attention=auto"
+        yield cfg.model.refused("model", "attention", rule, reason, remedy=remedy)
     if cfg.model.fused_head:
         otherwise = "set model.fused_head=null"
         yield from missing_package("model.fused_head=true", "liger_kernel", "liger", "Liger", otherwise)
@@ -118,11 +96,9 @@ def _models_are_named(cfg: Config) -> Iterator[str]:
     for key, value in wanted.items():
         if value is None:
             other = {"base": model.policy, "policy": model.base}.get(key)  # probably meant for this algorithm
-            yield (
-                f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
-                f"own), got null; set "
-                + (setting(f"model.{key}", other) if other else f"model.{key}=<hub name or folder>")
-            )
+            rule, reason = f"name a model for task={cfg.task.name}", "only embedded tasks make their own"
+            remedy = f"set {setting(f'model.{key}', other)}" if other else ""
+            yield model.refused("model", key, rule, reason, "<hub name or folder>", remedy)
 
 
 @rule
@@ -146,13 +122,9 @@ def _models(cfg: Config) -> Iterator[str]:
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
         close = str(Path(tokenizer).parent) if file else folder.similar_folder(tokenizer)
-        fix = (
-            f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
-        )
-        yield (
-            "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
-            f"folder {tokenizer!r}), got {tokenizer!r}; {fix}"
-        )
+        rule, reason = "name a tokenizer on the hub or its folder", f"there is no folder {tokenizer!r}"
+        remedy = f"did you mean model.tokenizer={close}?" if close else ""
+        yield cfg.model.refused("model", "tokenizer", rule, reason, "<hub name or folder>", remedy)
     made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
     if made and not contexts:
         contexts.append(cfg.model.context)
@@ -438,11 +410,9 @@ def data_of_tasks(cfg: Config) -> Iterator[str]:
                 found += error.problems
         pairs = not isinstance(task, ChatConfig) or task.preferences_path or task.preferences_name
         if pairs is None and cfg.reads_pairs and not cfg.stand_ins:
-            found.append(
-                f"task.preferences_path must name a folder of preference pairs for task={task.name} (No "
-                "Robots has none), got null; set task.preferences_path=<folder> or "
-                "task.preferences_name=<hub name>"
-            )
+            rule = f"name a folder of preference pairs for task={task.name}"
+            remedy = "set task.preferences_path=<folder> or task.preferences_name=<hub name>"
+            found.append(task.refused("task", "preferences_path", rule, "No Robots has none", remedy=remedy))
         yield from (cfg.task.own_key(name, text) for text in found)
 
 
@@ -459,18 +429,15 @@ def _parts_have_one_form(cfg: Config) -> Iterator[str]:
 @rule
 def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    if path is None or cfg.model.chat_template is not None:
-        return
-    tokenizer = _tokenizer_in(path)
-    if tokenizer is not None and tokenizer.template is None and has_dialogues(cfg.task):
+    tokenizer, own = _tokenizer_in(path), cfg.model.chat_template
+    if path and tokenizer and tokenizer.template is None and own is None and has_dialogues(cfg.task):
         yield no_template(path)
 
 
 @doubt
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    tokenizer = _tokenizer_in(path) if path is not None else None
-    texts = isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
+    tokenizer, texts = _tokenizer_in(path), isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
     if texts and tokenizer is not None and tokenizer.template is not None:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
@@ -520,10 +487,8 @@ def _folders_can_be_written(cfg: Config) -> Iterator[str]:
         if not path.strip():
             yield f"{key} must name a folder (the run writes files there), got {path!r}; set {key}=outputs"
         elif path.startswith("~/"):
-            yield (
-                f"{key} must be a path without ~ (only a shell replaces it), got {path}; "
-                f"set {setting(key, Path(path).expanduser())}"
-            )
+            remedy = f"set {setting(key, Path(path).expanduser())}"
+            yield cfg.refused("", key, "be a path without ~", "only a shell replaces it", remedy=remedy)
         elif reason := unwritable(Path(path)):
             yield cannot_write(key, Path(path), reason)
 

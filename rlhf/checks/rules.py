@@ -1,14 +1,16 @@
 """Rules over the whole config. A rule is a row, if one key has a wrong value, or a function.
 
-    # settings.py
-    DEEPSPEED = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-
     # rules.yaml
-    - {key: optim.optimizer, value: adamw, when: DEEPSPEED, because: its engine has no other optimizer}
+    - {key: optim.optimizer, value: adamw, when: not backend.any_optimizer,
+       because: its engine has no other optimizer}
+    - {key: stages.members, value: 1, when: NO_MEMBERS, because: it is the number of these models}
 
-This row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer), got
-muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A row
-does not apply to a config without its key. docs/reference/config.md lists the rows.
+    # inputs.py
+    NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
+
+The first row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer),
+got muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A
+row does not apply to a config without its key. docs/reference/config.md lists the rows.
 
 A function yields error messages (or, for `@doubt`, warnings). A plug-in may add rules of both forms in the
 module that registers its options; its rows are `RULES += [must(...)]`.
@@ -24,7 +26,7 @@ from operator import and_
 from typing import Any
 
 from rlhf.config.root import Config
-from rlhf.config.schema import ABSENT, Section, data_file, plain, value_at, values
+from rlhf.config.schema import ABSENT, TERM, Section, data_file, meets, plain, value_at, values
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
@@ -73,11 +75,27 @@ class When:
 
     def __and__(self, other: When) -> When:
         """Return the condition that both conditions hold."""
-        text = f"{self.text} and {other.text.removeprefix('with ')}"
+        added = other.text.removeprefix("with ")
+        text = self.text if added in self.text else f"{self.text} and {added}"
         return When(text, lambda cfg: self.holds(cfg) and other.holds(cfg))
 
 
 ALWAYS = When("", lambda cfg: True)
+
+
+def condition(term: str) -> When:
+    """Return the condition of a row that a term states.
+
+    Args:
+        term: `<key>=<value>|<value>` or `<key>!=<value>`, about a value; `<section>.<fact>` or `not
+            <section>.<fact>`, about what a section says of its option.
+    """
+    if stated := TERM.fullmatch(term):
+        key, sign, values = stated.groups()
+        return When(f"with {term.removesuffix('!=null')}", lambda cfg: meets(chosen(cfg, key), sign, values))
+    fact = term.removeprefix("not ")
+    section, sign = fact.partition(".")[0], "!=" if fact == term else "="
+    return When(f"with {section}={{{section}}}", lambda cfg: meets(chosen(cfg, fact), sign, "false|0|null"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +166,9 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
         names: the conditions (`When`) and the allowed values (`Allowed`) of the module, by their names.
     """
 
-    def condition(row: dict[str, Any]) -> When:
-        return reduce(and_, [names[name] for name in row["when"].split(" & ")]) if "when" in row else ALWAYS
+    def joined(row: dict[str, Any]) -> When:
+        terms = row["when"].split(" & ") if "when" in row else ()
+        return reduce(and_, [names[term] if term in names else condition(term) for term in terms] or [ALWAYS])
 
     for part, added in (("rules", RULES), ("training", TRAINING_RULES)):
         for row in _TABLE[module][part]:
@@ -157,8 +176,8 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
             if isinstance(value, dict):
                 value = names[value["is"]] if "is" in value else other_than(value["not"])
             value = tuple(value) if isinstance(value, list) else value
-            added.append(must(row["key"], value, condition(row), row["because"], row.get("fix")))
-    DOUBTS.extend(partial(_doubtful, condition(row), row["says"]) for row in _TABLE[module]["doubts"])
+            added.append(must(row["key"], value, joined(row), row["because"], row.get("fix")))
+    DOUBTS.extend(partial(_doubtful, joined(row), row["says"]) for row in _TABLE[module]["doubts"])
 
 
 def _doubtful(when: When, text: str, cfg: Config) -> Iterator[str]:

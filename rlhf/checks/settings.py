@@ -10,9 +10,8 @@ from pathlib import Path
 from rlhf.checks import rules
 from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
 from rlhf.config.algorithms import Trains
-from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
-from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
+from rlhf.config.run import MOST_EPISODES, Optimizer
 from rlhf.config.schema import data_file, missing_package, plain, sections, value_at
 from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
@@ -21,6 +20,7 @@ from rlhf.core.machine import this_machine
 from rlhf.memory.plan import device
 from rlhf.words import catalogue
 from rlhf.words.catalogue import chosen_by, group_of, option_files, options, read_overrides
+from rlhf.words.compose import GROUPS
 from rlhf.words.mistakes import KNOWN, closest, lacking
 
 # Rows between the algorithm, the schedule, the scorer, the generator, the order of rollouts and the clock.
@@ -32,114 +32,54 @@ def _adds_up(scorer: ScorerConfig) -> bool:
     return functions or (bool(scorer.parts) and not scorer.of_mixture)
 
 
-def _has(cfg: Config, **values: str) -> bool:
-    """Return whether the algorithm has keys with these values, as they are typed."""
-    return all(chosen(cfg, f"algo.{key}") == value for key, value in values.items())
-
-
 def _annotates(cfg: Config) -> bool:
     """Return whether another process scores responses and has the reference."""
     return cfg.generator.annotates(cfg.schedule.max_lag, world_size(), device(cfg, this_machine()) == "cuda")
 
 
-_GENERATOR = "with generator={generator}"
 _OF_DATA = "for algo={algo} generator={generator}"
 
-SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
-USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
-ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
-NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
-NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
-STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
 STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
 STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
-UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+NEW_SAMPLES = When(
+    "with generator={generator}", lambda cfg: cfg.generator.samples and not cfg.algo.supervised
+)
+COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
 UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
 UNJUDGED = When(
     "without a scorer of new responses, a judge and evaluations",
     lambda cfg: not cfg.scores_completions or cfg.gold.name == "none" or not cfg.schedule.eval_every,
 )
-LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
-SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
-VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
-COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
-APART = When(_GENERATOR, lambda cfg: not cfg.generator.shares_gpu)
-SERVERS = When(_GENERATOR, lambda cfg: cfg.generator.samples_singly)
-REPLICAS = When(
-    "with generator.replicas above 1",
-    lambda cfg: cfg.generator.replicas > 1 and not cfg.generator.shares_gpu,
-)
-SEVERAL_GPUS = When(
-    "with generator.tensor_parallel_size above 1",
-    lambda cfg: int(chosen(cfg, "generator.tensor_parallel_size") or 1) > 1,
-)
 NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
-IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
 EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
 RANKS = When("with several ranks", lambda cfg: world_size() > 1)
 RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
-OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
 _METRIC = "with objective_metric={objective_metric}"
 EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
 LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
-IN_FLIGHT = When("with schedule.update=in_flight", lambda cfg: cfg.schedule.in_flight)
-KL_TARGET = When("with algo.kl_target", lambda cfg: is_set(cfg, "algo.kl_target"))
 IDLE = When("", lambda cfg: cfg.generator.replicas > max(1, cfg.schedule.max_lag))
-MIXTURE = When("for task=mixture", lambda cfg: bool(cfg.task.parts))
-ADAPTERS = When("with model.lora.rank", lambda cfg: cfg.model.lora.rank > 0)
-EXACT = When("with algo.divergence=exact", lambda cfg: chosen(cfg, "algo.divergence") == "exact")
 VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
 WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
-FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
-COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
-GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
-MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
 OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
 ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
-DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
 NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
 _UNTAUGHT = "without task.teacher_column"
 SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
-NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
 NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
-SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
 )
 
 NO_LENGTH = When("without schedule.total_epochs", lambda cfg: cfg.epochs is None)
-TWO_LENGTHS = When("with schedule.total_epochs", lambda cfg: cfg.schedule.total_epochs is not None)
-EPOCHS = When("", lambda cfg: cfg.schedule.epochs > 1)
 WITHOUT_REFERENCE = When("with algo={algo}", lambda cfg: cfg.algo.trains is not Trains.policy)
-REFERENCE = When("", lambda cfg: cfg.model.reference is not None)
-SOLVED_AT = When("", lambda cfg: cfg.schedule.solved_at is not None)
-PASS_RATE = When("", lambda cfg: cfg.schedule.pass_rate is not None)
-REFILLS = When("", lambda cfg: cfg.schedule.refill > 0)
-REWARD_MODEL = When("with scorer=reward_model", lambda cfg: cfg.scorer.name == "reward_model")
-ANNOTATOR = When("", lambda cfg: chosen(cfg, "generator.annotate") == "true")
-NO_LAG = When("without a lag", lambda cfg: cfg.schedule.max_lag == 0)
-THREADS = When("", lambda cfg: is_set(cfg, "generator.threads"))
-SINGLY = When("", lambda cfg: cfg.schedule.unit is not Unit.group)
-CUTS = When("", lambda cfg: cfg.schedule.stale is Stale.cut and cfg.schedule.max_age is not None)
 PUNISHES = When("", lambda cfg: any(is_set(cfg, f"scorer.missing_eos_{key}") for key in ("score", "penalty")))
-KL_LOSS = When("", lambda cfg: _has(cfg, kl_in="loss") and not _has(cfg, kl_coef="0"))
-BIASED_K1 = When("", lambda cfg: _has(cfg, kl_estimator="k1", kl_unbiased="false"))
-SEQUENCES = When("with algo={algo}", lambda cfg: getattr(cfg.algo, "sequence_ratio", False))
-WEIGHTS = When("", lambda cfg: chosen(cfg, "algo.correction.kind") != "none")
-TOKEN_LEVEL = When("", lambda cfg: chosen(cfg, "algo.correction.level") == "token")
-TOKEN_REJECTION = When("", lambda cfg: chosen(cfg, "algo.correction.reject") in ("token", "m2"))
-SCALED_OPO = When("", lambda cfg: _has(cfg, advantage="opo") and not _has(cfg, scale="none"))
 
 SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
 IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
-POSITIVE = Allowed("be > 0", lambda value: value != 0)
 ZERO = Allowed("be off for training", lambda value: value == 0)
 FULL = Allowed("be off for training", lambda value: value == 1)
 WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
@@ -169,11 +109,10 @@ def _length(cfg: Config) -> Iterator[str]:
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
     if episodes % per_update:
-        yield (
-            f"schedule.total_episodes must be divisible by the {per_update} episodes of an update "
-            f"(schedule.prompts_per_update x algo.samples_per_prompt), got {episodes}; "
-            f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
-        )
+        rule = f"be divisible by the {per_update} episodes of an update"
+        right = _nearest_multiple(episodes, per_update)
+        reason = "schedule.prompts_per_update x algo.samples_per_prompt"
+        yield cfg.refused("", "schedule.total_episodes", rule, reason, right)
 
 
 @training_rule
@@ -297,11 +236,10 @@ def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
         if here and _annotates(cfg):
-            yield (
-                f"{at}.path must name a function of a module or a file for this run (another process scores "
-                f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
-                "generator.annotate=false, or write the function in a module"
-            )
+            reason = "another process scores the responses, see generator.annotate, without the object"
+            remedy = "set generator.annotate=false, or write the function in a module"
+            rule = "name a function of a module or a file for this run"
+            yield scorer.refused(at, "path", rule, reason, remedy=remedy)
 
 
 @doubt
@@ -324,7 +262,6 @@ def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
 
 COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
 LIBRARIES: list[str] = data_file("rlhf.checks", "libraries.yaml")
-_NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
 
 @rule
@@ -347,7 +284,7 @@ def typed_problems(overrides: Sequence[str]) -> Iterator[str]:
     needed = [key for key in catalogue.all_keys() if not key.startswith("logger.")]
     for each in read_overrides(overrides):
         at, dot, leaf = each.key.rpartition(".")
-        if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
+        if dot and leaf == "name" and (at in GROUPS or ".parts." in at):
             yield _wrong_name(at, each.value)
         if each.sign == "~" and any(f"{key}.".startswith(f"{each.key}.") for key in needed):
             yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"
@@ -411,10 +348,9 @@ def _more_threads_than_cores(cfg: Config) -> Iterator[str]:
 def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
     n, lag = cfg.generator.replicas, cfg.schedule.max_lag
     if n > lag + 1 and not cfg.generator.shares_gpu:
-        yield (
-            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight), "
-            f"got {n} with max_lag={lag}; set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
-        )
+        rule, reason = f"be <= schedule.max_lag + 1 = {lag + 1}", "the largest number of requests in flight"
+        remedy = f"set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
+        yield cfg.refused("", "generator.replicas", rule, reason, remedy=remedy)
 
 
 @doubt
@@ -434,7 +370,7 @@ def _processes_that_wait(cfg: Config) -> Iterator[str]:
 
 @rule
 def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
-    generator, path = cfg.generator, cfg.generator.saved_rollouts
+    path = cfg.generator.saved_rollouts
     if path is None:
         return
     found = files(Path(path).expanduser())
@@ -449,19 +385,15 @@ def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
             f"run folder), got {path} ({state}); set generator.path=<run folder>/generations"
         )
         return
-    for key, value, theirs in (
-        ("generator.temperature", generator.temperature, common.temperature),
-        ("schedule.prompts_per_update", cfg.schedule.prompts_per_update, common.prompts),
-        ("algo.samples_per_prompt", cfg.algo.samples_per_prompt, common.samples),
+    for key, theirs in (
+        ("generator.temperature", common.temperature),
+        ("schedule.prompts_per_update", common.prompts),
+        ("algo.samples_per_prompt", common.samples),
     ):
-        if value != theirs:
-            yield (
-                f"{key} must be that of the rollouts in generator.path (they are used unchanged), "
-                f"got {value}; set {key}={theirs}"
-            )
+        if value_at(cfg, key) != theirs:
+            rule = "be that of the rollouts in generator.path"
+            yield cfg.refused("", key, rule, "they are used unchanged", theirs)
     if cfg.schedule.total_episodes is not None and cfg.num_updates() > len(found):
         most = len(found) * cfg.episodes_per_update
-        yield (
-            f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
-            f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
-        )
+        reason = f"generator.path has rollouts of {len(found)} updates"
+        yield cfg.refused("", "schedule.total_episodes", f"be <= {most}", reason, most)

@@ -101,9 +101,8 @@ class ToolsConfig(TurnsConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported."""
-        for address in self.functions:
-            if problem := function_problem(f"{at}.functions", address, None):
-                yield problem
+        found = (function_problem(f"{at}.functions", address, None) for address in self.functions)
+        yield from filter(None, found)
 
 
 @option("environment", "python", part="rlhf.environments.environment:build")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -73,15 +74,13 @@ class GeneratorConfig(Section):
     top_k: int = entry(0, "must be 0: training with top-k sampling is refused")
     min_p: float = entry(0.0, "must be 0.0: training with min-p sampling is refused")
 
+    # of generators without such a key
+    replicas: ClassVar[int] = 1  # generators that take requests in turn
+
     @property
     def rollouts(self) -> bool:
         """Whether the completions were sampled from a policy and carry the sampler's log-probs."""
         return self.samples
-
-    @property
-    def replicas(self) -> int:
-        """The number of generators that take requests in turn."""
-        return 1
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
@@ -136,7 +135,7 @@ class WorkerConfig(GeneratorConfig):
     only_training: ClassVar[tuple[str, ...]] = ("annotate",)
     start_limits: ClassVar[tuple[float, float]] = (300.0, 300.0)  # seconds without and with GPUs
 
-    replicas: int = number(1, least=1)
+    replicas: int = number(1, least=1)  # type: ignore[misc]
     """generator processes, which take requests in turn; useful up to schedule.max_lag + 1"""
     threads: int | None = number(None, least=1)
     """CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)"""
@@ -204,14 +203,6 @@ class HFConfig(WorkerConfig):
         return self.batch_size
 
 
-class Precision(Choice):
-    """The dtype in which a generator computes."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
 class VLLMConfig(WorkerConfig):
     """Sampling with vLLM in a separate process; if there are GPUs, on other GPUs than the trainer."""
@@ -226,7 +217,7 @@ class VLLMConfig(WorkerConfig):
     """share of the GPU memory for vLLM; null: 0.9, colocated 0.45; without GPUs share of RAM for the KV
     cache; null: 0.1"""
     max_num_seqs: int = number(256, "sequences decoded in parallel", least=1)
-    dtype: Precision | None = entry(None, "null: model.dtype")
+    dtype: Dtype | None = entry(None, "null: model.dtype")
     enforce_eager: bool | None = entry(None, "do not compile; null: compile on GPUs only")
     tensor_parallel_size: int = number(1, "GPUs that share the model", least=1)
     devices: list[int] | None = entry(None, affects=Affects.speed)
@@ -427,17 +418,16 @@ class VLLMServerConfig(VLLMConfig):
         """Yield an error if the addresses or the key of the servers are wrong."""
         if not self.urls:
             return
-        example = "http://127.0.0.1:8000"
-        wrong: list[str] = []
-        for url in self.urls:
-            wrong += url_problems(f"{at}.urls", url, f"{at}.key_variable", "a server", example)
+        key, example = f"{at}.key_variable", "http://127.0.0.1:8000"
+        checked = (url_problems(f"{at}.urls", url, key, "a server", example) for url in self.urls)
+        wrong = [*chain.from_iterable(checked)]
         whole = [re.sub("^(?!https?://)(.*://)?", "http://", url) for url in self.urls]
         remedy = f"set {setting(f'{at}.urls', whole)}"
         yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):
             yield self.refused(at, "urls", "name each server once", remedy="remove the second of both")
         if self.key_variable is not None:
-            yield from token_problems(f"{at}.key_variable", self.key_variable)
+            yield from token_problems(key, self.key_variable)
         elif not wrong and not all(map(is_loopback, self.urls)):
             rule = "name an environment variable with the key of the servers"
             reason = "they are on other hosts, where everybody could use them"

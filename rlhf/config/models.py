@@ -21,11 +21,11 @@ AUTO = "auto"  # value of model.attention
 
 
 class Dtype(Choice):
-    """The dtype of forward passes. Weights that are trained are always float32."""
+    """The dtype in which a model computes."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
-    float16 = "float16", "with loss scaling, so that small gradients do not become 0; GPUs only"
+    float16 = "float16"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,7 +81,9 @@ class ModelConfig(Section):
     template does without a choice"""
     clock: str | None = entry(None, added=True)
     """time that the chat template reads, 2026-01-31T09:00; null: start of the run"""
-    dtype: Dtype = entry(Dtype.float32, "dtype of forward passes; trained weights are always float32")
+    dtype: Dtype = entry(Dtype.float32)
+    """dtype of forward passes; trained weights are always float32; `float16`: with loss scaling, so that
+    small gradients do not become 0; GPUs only"""
     float32_head: bool = entry(False, added=True)
     """logits in float32 with a 16-bit dtype, in the trainer and in its generators"""
     fused_head: bool | None = entry(None, added=True)
@@ -95,10 +97,8 @@ class ModelConfig(Section):
     """attention implementation of transformers; auto: flash attention if installed"""
     trust_remote_code: bool = entry(False, "run Python code that comes with a hub model")
 
-    @property
-    def context(self) -> int | None:
-        """The context length of a model with random weights; None: this section makes no such model."""
-        return None
+    # of models without such a key
+    context: ClassVar[int | None] = None  # length of a model with random weights; None: none is made
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the reward model, the file of the chat template or the clock is none."""
@@ -179,7 +179,8 @@ class NanoConfig(ModelConfig):
     hidden_size: int = entry(128, "width of the model")
     layers: int = entry(2, "number of blocks")
     heads: int = entry(4, "attention heads per block")
-    context: int = entry(512, "maximum number of tokens of prompt and response together")
+    context: int = entry(512)  # type: ignore[misc]
+    """maximum number of tokens of prompt and response together"""
 
     def architecture(self, vocabulary: int) -> dict[str, Any]:
         """Return the config.json of the model for a tokenizer with `vocabulary` tokens."""

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from importlib.resources import files
+from operator import ge, gt, le, lt
 from typing import Any, Self, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import yaml
@@ -38,7 +39,7 @@ T = TypeVar("T", bound=type)
 
 ABSENT = object()  # the value of a key that a config does not have
 _REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
-_TERM = re.compile(r"(\w+)(!?=)(\S+)")  # key, sign and values of a condition
+TERM = re.compile(r"([\w.@]+)(!?=)(\S+)")  # key, sign and values of a condition
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
@@ -67,6 +68,8 @@ class Section:
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error message for each number out of its bounds, and for each rule that is broken.
 
+        A class states rules as a method `rules(self, at)` that yields messages; all bases' rules apply.
+
         Args:
             at: the dotted key of this section in the config; empty for the root.
         """
@@ -78,10 +81,6 @@ class Section:
         for cls in reversed(type(self).__mro__):
             if "rules" in vars(cls):
                 yield from vars(cls)["rules"](self, at)
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error message for each rule of this class that is broken; `problems` calls all bases'."""
-        return iter(())
 
     def refused(
         self, at: str, name: str, rule: str, because: str = "", instead: Any = ABSENT, remedy: str = ""
@@ -113,8 +112,8 @@ class Section:
             if getattr(self, name) == getattr(default, name):
                 continue
             for condition in conditions:
-                states = [(*each, plain(getattr(self, each[0]))) for each in _TERM.findall(condition)]
-                if not any((now in values.split("|")) == (sign == "=") for _, sign, values, now in states):
+                states = [(*each, plain(getattr(self, each[0]))) for each in TERM.findall(condition)]
+                if not any(meets(now, sign, values) for _, sign, values, now in states):
                     key, sign, values, now = states[-1]
                     owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
                     yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
@@ -177,6 +176,17 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 def dotted(at: str, name: str) -> str:
     """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
+
+
+def meets(now: str, sign: str, values: str) -> bool:
+    """Return whether a condition holds.
+
+    Args:
+        now: the value of the key, as it is typed; empty: there is no such key, and no condition holds.
+        sign: `=` or `!=`.
+        values: a value, or several with `|` between them, of which `now` is one (`=`) or none (`!=`).
+    """
+    return bool(now) and (now in values.split("|")) == (sign == "=")
 
 
 @cache
@@ -308,17 +318,13 @@ class Bound:
 
     def broken(self, value: float) -> str | None:
         """Return the text of the rule that `value` breaks, such as "be >= 1"; None if it breaks no rule."""
-        rules = [
-            (self.least, f">= {plain(self.least)}", lambda bound: value >= bound),
-            (self.above, f"> {plain(self.above)}", lambda bound: value > bound),
-            (self.most, f"<= {plain(self.most)}", lambda bound: value <= bound),
-            (self.below, f"< {plain(self.below)}", lambda bound: value < bound),
-        ]
-        stated = [(text, holds(bound)) for bound, text, holds in rules if bound is not None]
+        rules = (self.least, ">=", ge), (self.above, ">", gt), (self.most, "<=", le), (self.below, "<", lt)
+        stated = [(bound, sign, holds) for bound, sign, holds in rules if bound is not None]
+        text = " and ".join(f"{sign} {plain(bound)}" for bound, sign, _ in stated)
         if not math.isfinite(value):
-            return "be " + " and ".join(["finite", *(text for text, _ in stated)])
-        if not all(holds for _, holds in stated):
-            return "be " + " and ".join(text for text, _ in stated)
+            return f"be finite and {text}" if text else "be finite"
+        if not all(holds(value, bound) for bound, _, holds in stated):
+            return f"be {text}"
         if self.counts and value > 1 and value != int(value):
             return f"be whole if it is 1 or more: then it counts {self.counts}"
         return None

@@ -57,10 +57,8 @@ class ScorerConfig(Section):
     weight: float = number(1.0)
     """factor of the score of this part in a weighted scorer; 0: the score is only logged"""
 
-    @property
-    def parts(self) -> dict[str, ScorerConfig]:
-        """The scorers of which this scorer consists, by their names."""
-        return {}
+    # of scorers without such a key
+    parts: ClassVar[dict[str, ScorerConfig]] = {}  # the scorers of which it consists, by their names
 
     @property
     def pad_token(self) -> str | None:
@@ -248,7 +246,7 @@ class PartsScorerConfig(ScorerConfig):
 
     reason: ClassVar[str]  # why each part must judge a text by itself
 
-    parts: dict[str, ScorerConfig] = entry(dict)
+    parts: dict[str, ScorerConfig] = entry(dict)  # type: ignore[misc]
     """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
     def source(self, reward: Any) -> Hashable:
@@ -331,7 +329,7 @@ class FunctionScorerConfig(ScorerConfig):
         weights = self.weights or [1.0] * len(names)
         return {
             name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
-            for name, path, weight in zip(names, self.paths, weights, strict=True)
+            for name, path, weight in zip(names, self.paths, weights, strict=False)  # `rules` counts them
         }
 
     def rules(self, at: str) -> Iterator[str]:
@@ -352,15 +350,13 @@ class FunctionScorerConfig(ScorerConfig):
             yield self.refused(at, "path", "name each function once", reason, remedy=remedy)
         if weights is None:
             return
-        ones = ",".join(["1"] * max(1, len(paths)))
-        if not isinstance(self.path, list) or len(weights) != len(paths):
-            remedy = f"set '{at}.weights=[{ones}]'"
-            if not isinstance(self.path, list):
-                remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
+        remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
+        if several := isinstance(self.path, list):
+            remedy = f"set '{at}.weights=[{','.join(['1'] * max(1, len(paths)))}]'"
+        if not several or len(weights) != len(paths):
             rule = f"have a number for each of the {len(paths)} functions in {at}.path"
             yield self.refused(at, "weights", rule, "they are factors of its scores", remedy=remedy)
         if not all(map(math.isfinite, weights)):
-            remedy = f"set '{at}.weights=[{ones}]'"
             yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
 
     def job_problems(self, at: str) -> Iterator[str]:
@@ -665,7 +661,7 @@ class MixtureConfig(TaskConfig):
     own_data: ClassVar[bool] = True
     dialogues: ClassVar[None] = None  # the parts decide
 
-    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")
+    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")  # type: ignore[misc]
     weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
     @property

@@ -19,6 +19,18 @@ Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, column
 
 
 @dataclass(kw_only=True, slots=True)
+class ColumnsConfig(Section):
+    """Columns of `task=local` with names that are not recognised; null: recognised by name."""
+
+    prompt: str | None = entry(None, "texts, or lists of messages")
+    response: str | None = entry(None, "reference responses; needed for SFT")
+    chosen: str | None = entry(None, "preferred responses")
+    rejected: str | None = entry(None, "other responses")
+    messages: str | None = entry(None)
+    """dialogues; the last message of the assistant is the reference response"""
+
+
+@dataclass(kw_only=True, slots=True)
 class TaskConfig(Section):
     """The keys that every task has. `path` replaces the hub data set by local files with the same columns."""
 
@@ -31,6 +43,8 @@ class TaskConfig(Section):
     vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
+    # the arguments of `LocalFiles` for the user's own files; None: the task reads none
+    own_files: ClassVar[tuple[str, ColumnsConfig, bool] | None] = None
 
     name: str = MISSING
     path: str | None = entry(None, "folder with a data file per split; with task=local also a single file")
@@ -40,30 +54,23 @@ class TaskConfig(Section):
     teacher_column: str | None = entry(None, added=True)
     """column with the prompt of the teacher: the response is judged as if it followed this text"""
 
+    # of tasks without such a key
+    validation_split: ClassVar[str] = "validation"  # its name in the data set
+    parts: ClassVar[dict[str, TaskConfig]] = {}  # of a mixture, by their names
+
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for a `path` that is not read."""
+        """Yield an error for a `path` that is not read, and for a split whose name leads out of a folder."""
         if self.path is not None and not self.reads_path:
             rule, remedy = f"be null for task={self.name}", f"set {at}.path=null, or task=local"
             yield self.refused(at, "path", rule, "its examples are generated", remedy=remedy)
-
-    @property
-    def parts(self) -> dict[str, TaskConfig]:
-        """The parts of a mixture, by their names; empty for a task without parts."""
-        return {}
+        split = self.validation_split
+        if not split or split.startswith(".") or "/" in split or "\0" in split:  # stand-ins have such files
+            rule, reason = "be the name of a split", "files have its name"
+            yield self.refused(at, "validation_split", rule, reason, "test")
 
     @property
     def train_size(self) -> int | None:
         """The number of training prompts, if the config sets it."""
-        return None
-
-    @property
-    def validation_split(self) -> str:
-        """The name of the validation split in the data set."""
-        return "validation"
-
-    @property
-    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
-        """The arguments of `LocalFiles` for the user's own files; None: the task reads none."""
         return None
 
     def own_key(self, name: str, text: str) -> str:
@@ -208,7 +215,8 @@ class ChatConfig(TaskConfig):
     prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
     preferences_name: str | None = entry(None)
     """hub name of pairs with prompt, chosen, rejected in this format"""
-    validation_split: str = entry("test", "the name of the validation split in the data set")
+    validation_split: str = entry("test")  # type: ignore[misc]
+    """the name of the validation split in the data set"""
     turn: str | None = entry(None)
     """format of a turn, with {role} and {content}; null: the tokenizer's chat template"""
     reply: str | None = entry(None)
@@ -228,8 +236,7 @@ class ChatConfig(TaskConfig):
                 yield key, folder, columns, splits, reason
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for an invalid split, and for a `turn` that lacks `reply` or a field."""
-        yield from _split_problems(f"{at}.validation_split", self.validation_split)
+        """Yield an error for a `turn` that lacks `reply` or a field."""
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
             rule, remedy = f"be set together with {at}.{given}", f"set {at}.{given}=null"
@@ -251,7 +258,8 @@ class PreferencesConfig(TaskConfig):
     dialogues: ClassVar[None] = None  # the rows decide
 
     preferences_name: str | None = entry(None, "hub name")
-    validation_split: str = entry("validation", "the name of the validation split in the data set")
+    validation_split: str = entry("validation")  # type: ignore[misc]
+    """the name of the validation split in the data set"""
 
     @property
     def folder(self) -> tuple[str, str] | None:
@@ -267,8 +275,7 @@ class PreferencesConfig(TaskConfig):
             yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if no data set is named, or if the name of the split is invalid."""
-        yield from _split_problems(f"{at}.validation_split", self.validation_split)
+        """Yield an error if no data set is named."""
         if self.folder is None and self.preferences_name is None:
             rule, reason = "name a folder for task=preferences", "it has no data set of its own"
             remedy = f"set {at}.path=<folder> or {at}.preferences_name=<hub name>"
@@ -283,24 +290,6 @@ class PreferencesConfig(TaskConfig):
             if self.folder is not None and value is not None:
                 read = self.folder[0].replace("task", at, 1)
                 yield f"{at}.{key} has no effect (the pairs come from {read}), got {value}; leave it out"
-
-
-def _split_problems(key: str, split: str) -> Iterator[str]:
-    """Yield an error if the name of a split leads out of a folder: files of stand-ins have its name."""
-    if not split or split.startswith(".") or "/" in split or "\0" in split:
-        yield f"{key} must be the name of a split (files have its name), got {split!r}; set {key}=test"
-
-
-@dataclass(kw_only=True, slots=True)
-class ColumnsConfig(Section):
-    """Columns of `task=local` with names that are not recognised; null: recognised by name."""
-
-    prompt: str | None = entry(None, "texts, or lists of messages")
-    response: str | None = entry(None, "reference responses; needed for SFT")
-    chosen: str | None = entry(None, "preferred responses")
-    rejected: str | None = entry(None, "other responses")
-    messages: str | None = entry(None)
-    """dialogues; the last message of the assistant is the reference response"""
 
 
 @option("task", "local", part="rlhf.tasks.kinds:LocalSource")
@@ -320,15 +309,13 @@ class LocalConfig(TaskConfig):
     """SFT trains on all replies of a dialogue; false: on the last"""
 
     @property
-    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
+    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:  # type: ignore[override]
         """The path of the files, the names of their columns, and whether texts are messages of the user."""
         return None if self.path is None else (self.path, self.columns, self.chat)
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""
-        if pairs and self.preferences_path is not None:
-            reason = "the run reads preference pairs from it"
-            yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
+        return (need for need in TaskConfig.needs(self, pairs, evaluates) if need[0] != "task.path")
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named."""

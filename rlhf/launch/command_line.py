@@ -16,7 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -31,18 +30,19 @@ from omegaconf import DictConfig
 from rlhf.checks.check import overrides_of
 from rlhf.checks.rules import check_arguments
 from rlhf.config.root import set_environment
+from rlhf.config.schema import data_file
 from rlhf.core.errors import Interrupted, RunError, UserError, report, setting
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
 from rlhf.words.compose import compose_node, load_config, settings
+from rlhf.words.help import WIDTH, row
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
 
 
-_WIDTH = 80
 _FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
 _CONFIG_DIR, _CONFIG_NAME = ("--config-dir", "-cd"), ("--config-name", "-cn")
 
@@ -88,15 +88,12 @@ class Command:
         words = re.findall(r"\[[^\]]*\]|\S+", self.usage)  # never break the line within brackets
         usage = textwrap.wrap(
             " ".join(word.replace(" ", "\0") for word in words),
-            _WIDTH,
+            WIDTH,
             initial_indent=command,
             subsequent_indent=" " * len(command),
             break_on_hyphens=False,
         )
-        rows = [
-            textwrap.fill(meaning, _WIDTH, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
-            for name, meaning in self.own.items()
-        ]
+        rows = [line for name, meaning in self.own.items() for line in row(f"{name}=", meaning, 12)]
         usage = [line.replace("\0", " ") for line in usage]
         more = "Groups, options and keys: python -m rlhf.train --help"
         return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), more])
@@ -277,7 +274,7 @@ def with_flags(command: str, given: Sequence[str] | None) -> Iterator[Namespace]
         given: the arguments; None: those of the command line.
     """
     prepare_output()
-    table = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8"))[command]
+    table = data_file("rlhf.launch", "flags.yaml")[command]
     parser = ArgumentParser(prog=f"python -m rlhf.{command}", description=table["does"], allow_abbrev=False)
     parser.register("type", "path", Path)
     parser.register("type", "int", int)

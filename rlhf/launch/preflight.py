@@ -161,13 +161,8 @@ def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
     if str(launcher._target_).endswith(".SlurmLauncher"):
         ranks = launcher.tasks_per_node
         of_node = (launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
-    loader = GlobalHydra.instance().config_loader()
-
-    def composed() -> Iterator[check.Job]:
-        for overrides in jobs:
-            yield loader.load_sweep_config(config, overrides), overrides
-
-    return check.selected(candidates(*of_node), composed)
+    compose = GlobalHydra.instance().config_loader().load_sweep_config
+    return check.selected(candidates(*of_node), lambda: ((compose(config, job), job) for job in jobs))
 
 
 def sweep_jobs(config: DictConfig) -> list[list[str]]:

@@ -13,7 +13,6 @@ from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import Machine, this_machine
 from rlhf.memory.sizes import judges, longest, models
 from rlhf.memory.uses import CONTEXT, NEARLY, Part, Phase, Plan, Trainer, Use, Workers, gib, nccl
-from rlhf.words.catalogue import options
 
 # The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
 #
@@ -286,8 +285,8 @@ def halved(cfg: Config, key: str, step: int) -> int:
 
 def smaller_settings(cfg: Config) -> list[str]:
     """Return overrides that reduce the memory of the run, without overrides that the run already has."""
-    backends = (name for name in ("zero3", "zero3_offload") if name in options("backend"))
-    return [*_smaller_configs(cfg), *(f"backend={name}" for name in backends if name != cfg.backend.name)]
+    backends = [f"backend={name}" for name in ("zero3", "zero3_offload") if name != cfg.backend.name]
+    return [*_smaller_configs(cfg), *backends]
 
 
 def _smaller_configs(cfg: Config) -> dict[str, Config]:

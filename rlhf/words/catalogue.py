@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,17 +17,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.schema import ABSENT, SCHEMAS, dotted, schema_of, section_class, value_at
+from rlhf.config.schema import ABSENT, SCHEMAS, content, dotted, schema_of, section_class, value_at
 from rlhf.core.errors import UserError, setting
 from rlhf.core.files import flat
 
 # Catalogue of the config groups, options and keys.
 
 
-_ORDER = (
-    *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
-    *("correction", "hardware", "experiment", "sweep", "debug"),
-)
+_LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
+_ORDER = ("algo", "model", "task", "generator", "backend", "scorer", "logger", *_LATER)
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 
@@ -255,27 +252,19 @@ class _ConfigFile:
     Args:
         name: group and option, such as "experiment/mine".
         path: the file.
-        section: the dotted key of the section that the file sets; empty for the root.
-        content: the settings, usually a dictionary.
+        content: the settings, as nested dictionaries from the root of the config on.
         defaults: group and option of each entry of the defaults list: "override /algo", "dpo" or "", "mine".
     """
 
     name: str
     path: Path
-    section: str
     content: Any
     defaults: list[tuple[str, str]]
-
-    def value_of(self, key: str) -> Any:
-        """Return the value that the file sets for a dotted key; `ABSENT`: it sets none."""
-        if key == self.section:
-            return self.content
-        return value_at(self.content, key.removeprefix(f"{self.section}.") if self.section else key)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the file by dotted key."""
-        return dict(flat(self.content, f"{self.section}." if self.section else ""))
+        return dict(flat(self.content))
 
 
 def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
@@ -291,14 +280,16 @@ def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
             continue
         package = re.search(r"^# *@package +(\S+)", path.read_text(encoding="utf-8"), re.M)
         at = package[1].replace("_global_", "") if package else section.replace("/", ".")
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        listed = content.pop("defaults", None) or () if isinstance(content, dict) else ()
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        listed = tree.pop("defaults", None) or () if isinstance(tree, dict) else ()
+        for outer in reversed(at.split(".") if at else []):
+            tree = {outer: tree}
         defaults: list[tuple[str, str]] = []
         for entry in listed:
             for own, value in (entry if isinstance(entry, dict) else {"": entry}).items():
                 every = value if isinstance(value, list) else [value]
                 defaults += [(str(own), str(other)) for other in every]
-        yield _ConfigFile(name, path, at, content, defaults)
+        yield _ConfigFile(name, path, tree, defaults)
         for entry, other in defaults:
             own, _, place = entry.split(" ")[-1].partition("@")
             own = own[1:] if own.startswith("/") else f"{group}/{own}".rstrip("/")
@@ -307,9 +298,6 @@ def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
 
 
 # Option files of the user, in the folders of `--config-dir`.
-
-
-_LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
 
 
 def _own_settings(group: str, option: str) -> dict[str, tuple[Any, Path]]:
@@ -379,11 +367,8 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
     found = []
     for group, option in chosen.items():
         for key, (value, file) in _own_settings(group, option).items() if group not in _LATER else ():
-            actual = value_at(cfg, key)
-            actual = actual.name if isinstance(actual, Enum) else actual
-            listed = isinstance(actual, tuple) and isinstance(value, list)
-            same = actual == (tuple(value) if listed else value)
-            if key not in later and not same and "${" not in str(value) and actual is not ABSENT:
+            actual = content(value_at(cfg, key), floats=False)
+            if key not in later and actual not in (value, ABSENT) and "${" not in str(value):
                 found.append(
                     f"{key} is {value} in {file}, but another option sets {actual}; to "
                     f"use the value of the file, add {setting(key, value)}"

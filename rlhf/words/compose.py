@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -186,8 +185,8 @@ def not_in_name() -> tuple[str, ...]:
 def added_later() -> Mapping[str, Any]:
     """Return the dotted keys that earlier versions lack, with the values that describe what they do."""
     added = [each for each in declared_keys() if fact(each.section, each.name, "added")]
-    values = {each.key: fact(each.section, each.name, "declared") for each in added}
-    return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
+    facts = {each.key: fact(each.section, each.name, "declared") for each in added}
+    return {key: schema.content(value, floats=False) for key, value in facts.items()}
 
 
 def digest(cfg: Config | DictConfig) -> str:

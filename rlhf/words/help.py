@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from importlib.resources import files
 from typing import Any, get_args
@@ -41,7 +41,7 @@ def help_text(topics: Sequence[str]) -> str:
         found = keys if topic == "keys" else [key for key in keys if f"{key}.".startswith(f"{topic}.")]
         if topic in groups():
             parts.append(f"{topic}=<option>    {GROUPS.get(topic, '')}".rstrip())
-            parts += [line for name, means in options(topic).items() for line in _row(name, means, 2, 24)]
+            parts += [line for name, means in options(topic).items() for line in row(name, means, 24)]
         if topic == "keys":
             parts.append("Keys: <key>=<value>. The value in brackets is the default of the first option.")
         elif topic in sections:
@@ -56,7 +56,7 @@ def help_text(topics: Sequence[str]) -> str:
                 f"--help must be followed by keys, a group ({', '.join(known)}) or a key, got {topic}; "
                 + (f"see --help {group}" if group else guess or "see --help")
             )
-        parts += [line for key in found for line in _row(key, _line(key), 2, 34)]
+        parts += [line for key in found for line in row(key, _line(key), 34)]
     return "\n".join(parts)
 
 
@@ -67,8 +67,8 @@ def _group_lines(group: str) -> Iterator[str]:
         shipped = {path.stem for path in (conf_dir() / group).glob("*.yaml")}
         own = [name for name in names if name not in shipped]
         names = own or [f"{len(names)} options: --help {group}"]
-    yield from _row(group, GROUPS.get(group, ""), 2, 12)
-    yield from _row("", "  ".join(names), 2, 12)
+    yield from row(group, GROUPS.get(group, ""), 12)
+    yield from row("", "  ".join(names), 12)
 
 
 def _line(key: str) -> str:
@@ -102,20 +102,17 @@ def summary(cls: type) -> str:
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
 
 
-def _row(left: str, right: str, indent: int, width: int) -> Iterable[str]:
+def row(left: str, right: str, width: int) -> list[str]:
     """Return the lines of a row with two columns; the second column is wrapped at 80 columns.
 
     Args:
         left: the first column. If it does not fit, the second column begins in the next line.
         right: the second column.
-        indent: spaces before the first column.
         width: width of the first column.
     """
-    margin = " " * (indent + width)
-    first = f"{'':{indent}}{left:{width}}"
-    before = [] if len(first) == len(margin) and (not left or first.endswith(" ")) else [first.rstrip()]
-    start = margin if before else first
-    wrapped = textwrap.wrap(
+    first, margin, fits = f"  {left:{width}}", " " * (2 + width), len(left) < width
+    start = first if fits else margin
+    lines = textwrap.wrap(
         right, WIDTH, initial_indent=start, subsequent_indent=margin, break_on_hyphens=False
     )
-    return [*before, *(wrapped or ([] if before else [first.rstrip()]))]
+    return lines if fits and lines else [first.rstrip(), *lines]

@@ -26,7 +26,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, errors
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config.algorithms import AlgoConfig, Trains
-from rlhf.config.schema import ABSENT, PARTS, SCHEMAS, data_file, fact, plain, sections
+from rlhf.config.schema import ABSENT, PARTS, SCHEMAS, data_file, fact, plain, sections, value_at
 from rlhf.core.errors import UserError, as_typed, override, setting, without_escapes
 from rlhf.core.formatting import shortened
 from rlhf.usercode.address import addresses
@@ -489,7 +489,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
         section = next((each.section for each in catalogue.declared_keys() if each.key == key), None)
     if section is None or not key:
         return None
-    in_files = ((each.name, each.value_of(key)) for each in catalogue.selected_files(overrides))
+    in_files = ((each.name, value_at(each.content, key)) for each in catalogue.selected_files(overrides))
     file, value = next((each for each in in_files if each[1] is not ABSENT), (None, error.value))
     if isinstance(error, errors.ConfigAttributeError | errors.ConfigKeyError):
         return _unknown_key(key, section, overrides, file)

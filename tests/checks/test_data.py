@@ -166,7 +166,7 @@ def test_a_mixture_of_files_is_valid(words):
         (["+task.weights.other=1"], "task.weights must name parts of the mixture (sums, words), got other"),
         (["+task.weights.sums=0"], "task.weights.sums must be > 0"),
         (["+task.weights.sums=nan"], "task.weights.sums must be > 0"),
-        (["task.path=data.jsonl"], "task.path must be null for task=mixture"),
+        (["task.path=data.jsonl"], "task.path must be null with task=mixture"),
         (["+schema/task@task.parts.A-b=arithmetic"], "task.parts must have names of lower-case letters"),
         (["+schema/task@task.parts.inner=mixture"], "task.parts.inner.parts must contain"),
         (["task.parts.sums.path=none.jsonl"], "task.parts.sums.path must name a file or folder"),

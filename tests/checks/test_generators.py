@@ -60,7 +60,7 @@ def test_a_folder_without_rollouts_is_refused(tmp_path):
 
 def test_supervised_algorithms_read_no_rollouts(path):
     found = check.problems(compose(["algo=sft", path, "generator.temperature=0.7"]))
-    assert any(text.startswith("generator.path must be null for algo=sft") for text in found)
+    assert any(text.startswith("generator.path must be null with algo=sft") for text in found)
 
 
 @pytest.mark.parametrize(

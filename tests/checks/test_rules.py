@@ -22,6 +22,7 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
+from rlhf.config.schema import data_file
 from rlhf.core.errors import UserError
 from rlhf.words.compose import compose
 
@@ -75,13 +76,21 @@ def test_a_row_does_not_apply_to_a_config_without_its_key():
 
 def test_the_keys_of_rows_exist():
     options = ["generator=hf", "generator=vllm", "generator=dataset", "algo=grpo", "algo=ppo", "algo=distill"]
-    options += ["environment=python", "environment=gymnasium", "environment=tools"]
+    options += ["environment=python", "environment=gymnasium", "environment=tools", "task=chat"]
     configs = [compose([each, "clock=virtual"]) for each in options]
     rows = [row for row in (*RULES, *TRAINING_RULES) if isinstance(row, Row)]
     assert len(rows) > 30
     for row in rows:
         for key in (row.key, *re.findall(r"\{([\w.@]+)\}", row.when.text)):
             assert any(chosen(cfg, key) for cfg in configs), key
+    table = data_file("rlhf.checks", "rules.yaml")
+    conditions = " & ".join(
+        row.get("when", "") for part in table.values() for rows in part.values() for row in rows
+    )
+    keys = re.findall(r"(?:^| )([a-z]\w*(?:\.\w+)+|[a-z]\w*(?==))", conditions)
+    assert {"algo.supervised", "backend.any_optimizer", "scorer", "schedule.order"} <= {*keys}
+    for key in keys:
+        assert any(chosen(cfg, key) for cfg in configs), key
 
 
 @pytest.mark.parametrize(
