@@ -613,17 +613,8 @@ class MixtureSource(Source):
         Raises:
             UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
         """
-        columns = ["messages" if self.conversational else "query", "reference_response"]
-        parts = self._loaded("prompts", split, wanted)
-        if any("demonstration" in part.column_names for part in parts):
-            columns.append("demonstration")
-            parts = [
-                part
-                if "demonstration" in part.column_names
-                else part.add_column("demonstration", part["reference_response"][:])
-                for part in parts
-            ]
-        return self._joined(parts, split, columns)
+        prompt = "messages" if self.conversational else "query"
+        return self._joined(self._loaded("prompts", split, wanted), split, [prompt, "reference_response"])
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
@@ -651,17 +642,20 @@ class MixtureSource(Source):
         return parts
 
     def _joined(self, parts: list[Dataset], split: str, columns: list[str]) -> Dataset:
-        """Return the rows of all parts with `columns` and `part`, and with others that a part has."""
-        others = [
-            name for name in ("place", RECORD, TOOLS) if any(name in part.column_names for part in parts)
-        ]
+        """Return the rows of all parts with `columns` and `part`, and with others that a part has.
+
+        The second of `columns` has the responses, which SFT imitates where a part has no demonstrations.
+        """
+        known = {name for part in parts for name in part.column_names}
+        others = [name for name in ("demonstration", "place", RECORD, TOOLS) if name in known]
         columns = [*columns, *others]
         found = []
         for number, (name, rows) in enumerate(zip(self.sources, parts, strict=True)):
             places = [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
             absent = {"place": places, RECORD: ["{}"] * len(rows), TOOLS: ["null"] * len(rows)}  # JSON
+            absent["demonstration"] = rows[columns[1]]
             for column in set(others) - {*rows.column_names}:
-                rows = rows.add_column(column, absent[column])
+                rows = rows.add_column(column, absent[column][:])
             rows = rows.select_columns(columns)
             texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
             features = Features({each: Value("string") if each in texts else Json() for each in columns})
