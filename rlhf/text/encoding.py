@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,10 +26,13 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return N token lists as prompt_ids (int64) and prompt_mask (bool), both [N, P], padded on the left."""
     lengths = torch.tensor([len(row) for row in ids])
     width = int(lengths.max())
-    prompt_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)
-    for row, tokens in enumerate(ids):
-        prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens, dtype=torch.int64)
-    return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
+    rows = [[*[pad_id] * (width - len(row)), *row] for row in ids]
+    return torch.tensor(rows, dtype=torch.int64), torch.arange(width) >= width - lengths[:, None]
+
+
+def padded(rows: Sequence[Sequence[Any]], width: int, fill: float, dtype: torch.dtype) -> Tensor:
+    """Return rows of at most `width` numbers as a tensor [R, width], padded on the right with `fill`."""
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def prompt_tokens(
@@ -104,11 +107,9 @@ def encode_completions(
         Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
         Of episodes, also with environment_mask.
     """
-    count, samples = len(completions), len(completions[0])
+    count, samples = len(prompts), len(completions[0])
     texts = [text for row in completions for text in row]
-    assert count == len(prompts) and len(texts) == count * samples, (
-        "every prompt must have the same number of texts"
-    )
+    assert len(texts) == count * samples, "every prompt must have the same number of texts"
     episodes = [[text] if isinstance(text, str) else text for text in texts]
     ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
     before = [prompt for prompt in prompts.texts for _ in range(samples)]
@@ -130,11 +131,8 @@ def encode_completions(
         sampled.append(own)
     limit = max(map(len, encoded)) if response_length is None else response_length
     width = min(limit, max(map(len, encoded)))
-    response_ids = torch.full((len(texts), width), tokenizer.pad_token_id, dtype=torch.int64)
-    response_mask = torch.zeros(len(texts), width, dtype=torch.bool)
-    for row, (ids, own) in enumerate(zip(encoded, sampled, strict=True)):
-        response_ids[row, : len(ids)] = torch.tensor(ids[:limit], dtype=torch.int64)
-        response_mask[row, : len(ids)] = torch.tensor(own[:limit])
+    response_ids = padded([ids[:limit] for ids in encoded], width, tokenizer.pad_token_id, torch.int64)
+    response_mask = padded([own[:limit] for own in sampled], width, False, torch.bool)
     lengths = torch.tensor([len(ids) for ids in encoded])
     written = (torch.arange(width)[None, :] < lengths[:, None]) & ~response_mask
     return prompts.extend(
@@ -287,33 +285,18 @@ class Pieces:
         )
 
 
-def _without_prefix(core: Any) -> Any | None:
-    """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway.
-
-    Args:
-        core: a `tokenizers.Tokenizer`.
-    """
-    normalizer, before = _state(core.normalizer), _state(core.pre_tokenizer)
-    changed_normalizer, changed_before = _unprefixed(normalizer), _unprefixed(before)
-    if changed_normalizer == normalizer and changed_before == before:
+def _without_prefix(core: Tokenizer) -> Tokenizer | None:
+    """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway."""
+    parts = {"normalizer": core.normalizer, "pre_tokenizer": core.pre_tokenizer}
+    states = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    changed = {name: _unprefixed(state) for name, state in states.items()}
+    if changed == states:
         return None
-    bare = copy.deepcopy(core)
-    for name, state in (("normalizer", changed_normalizer), ("pre_tokenizer", changed_before)):
-        if state is not None:
-            part = copy.deepcopy(getattr(core, name))
-            part.__setstate__(json.dumps(state).encode())
-            setattr(bare, name, part)
-    return bare
+    return Tokenizer.from_str(json.dumps(json.loads(core.to_str()) | changed))
 
 
-def _state(part: Any | None) -> Any:
-    return None if part is None else json.loads(part.__getstate__())
-
-
-def _unprefixed(state: Any) -> Any:
+def _unprefixed(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a normalizer or pre-tokenizer without its changes at the start of a text."""
-    if not isinstance(state, dict):
-        return state
     changed = dict(state)
     for name in ("normalizers", "pretokenizers"):
         if name in state:

@@ -43,11 +43,11 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.generator import Generator, GeneratorContext
+from rlhf.generators.generator import Generator, GeneratorContext, settle
 from rlhf.generators.process import annotated
 from rlhf.generators.servers.server import Gone, NoAnswer, Reply, Server, check, command, variables
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
-from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
+from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.processes.servers import Child
 from rlhf.terminal.console import say
@@ -474,9 +474,9 @@ class _Request:
             )
         K = self.sampling.samples
         k = self.sampling.begun[i].sample if self.sampling.begun else i % K
-        given = sampling_parameters(self.sampling, int(self.prompts.index[i // K]), self.pool.settings)
-        given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
-        return _Work(next(self.pool.numbers), self, i, ids, given)
+        example = int(self.prompts.index[i // K])
+        given = sampling_parameters(self.sampling, example, self.pool.settings, k, turn)
+        return _Work(next(self.pool.numbers), self, i, ids, given | {"max_tokens": most})
 
     def begin(self) -> None:
         """Ask for all responses."""
@@ -524,12 +524,8 @@ class _Conversation(_Request):
 
     def run(self) -> None:
         """Play all episodes."""
-        try:
-            self.answer.set_result(self.play())
-        except BaseException as error:  # nobody else would see it
-            self.answer.set_exception(error)
-        finally:
-            self.pool.hold(self.version, -1)
+        settle(self.answer, self.play)
+        self.pool.hold(self.version, -1)
 
     def play(self) -> Rollouts:
         """Return the episodes as rollouts."""
