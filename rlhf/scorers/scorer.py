@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.config.models import Combine, ModelConfig
 from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import CommonError, UserError
 from rlhf.core.files import Shared, name, vocabulary
 from rlhf.core.formatting import in_float32
 from rlhf.core.state import TrainState
@@ -324,10 +325,8 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
     first = first_of_identical(rollouts)
     kept = (first == torch.arange(K)).flatten()  # [N * K] bool, True: not identical to an earlier response
     places = (kept.cumsum(0) - 1).view(-1, K).gather(1, first)
-    prompts, responses, references = (
-        [text for text, keep in zip(texts, kept.tolist(), strict=True) if keep]
-        for texts in flat_texts(rollouts, tokenizer)
-    )
+    columns = flat_texts(rollouts, tokenizer)
+    prompts, responses, references = ([*compress(texts, kept.tolist())] for texts in columns)
     examples = torch.arange(len(rollouts)).repeat_interleave(K)[kept]
     return DistinctTexts(prompts, responses, references, examples.tolist(), places)
 
@@ -412,12 +411,10 @@ class WeightedScorer(PartsScorer):
         without = left_out.any(0) & ~(~left_out & (weights != 0)).any(0)
         if without.any():
             where, names = rollouts.place(int(without.nonzero()[0, 0])), ", ".join(parts)
-            error = RunError(
+            raise CommonError(
                 f"{self.at} must have a part that judges each response (None leaves it to another one), got "
                 f"none for {where}; return a number from one of {names}"
             )
-            error.everywhere = True
-            raise error
         return (weights * torch.where(left_out, 0.0, scores)).sum(0)
 
 
