@@ -38,7 +38,7 @@ from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is
 from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
-    from rlhf.tasks.columns import Message, Row, Wanted
+    from rlhf.tasks.columns import Message, Row, Rows, Wanted
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
@@ -115,7 +115,7 @@ class LocalSource(Source):
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
 
-    def _rows(self, split: str, data: Data, wanted: Wanted) -> Iterator[tuple[str, Row]]:
+    def _rows(self, split: str, data: Data, wanted: Wanted) -> Rows:
         """Yield the converted rows of a stored split, each with its place."""
         name = self.files.stored(split)
         assert name is not None
@@ -599,11 +599,10 @@ class MixtureSource(Source):
         Raises:
             UserError: some parts have dialogues, others texts.
         """
-        found = {name: source.conversational for name, source in self.sources.items()}
-        if len(set(found.values())) > 1:
-            first = {kind: next(name for name in found if found[name] is kind) for kind in (True, False)}
-            raise UserError(different_forms(first[True], first[False]))
-        return any(found.values())
+        forms = {source.conversational: name for name, source in self.sources.items()}
+        if len(forms) > 1:
+            raise UserError(different_forms(forms[True], forms[False]))
+        return True in forms
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
