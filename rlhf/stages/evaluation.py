@@ -266,8 +266,7 @@ def _starting_from(model: str, cfg: Config) -> Config:
     if cfg.algo.trains is Trains.base:
         return cfg.with_({"model.base": model, "model.lora": LoRAConfig()})
     reference = cfg.model.reference or cfg.model.policy
-    named = {"model.policy": model, "model.reference": reference}
-    return cfg.with_({**named, "model.lora": LoRAConfig()})
+    return cfg.with_({"model.policy": model, "model.reference": reference, "model.lora": LoRAConfig()})
 
 
 def evaluations(
@@ -592,8 +591,8 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     every = {**dict(zip(_COUNTS, _COUNTS, strict=True)), **EVALUATION_METRICS}
     names = {name: short for name, short in every.items() if any(name in row for row in rows)}
     models = short_names([row["model"] for row in rows])
-    full = dict(zip(models, (row["model"] for row in rows), strict=True))
-    paths = [f"{name}: {path}" for name, path in full.items() if name != path]
+    full = zip(models, (row["model"] for row in rows), strict=True)
+    paths = [f"{name}: {path}" for name, path in full if name != path]
     by_model = [[formatting.text(row, name) for name in names] for row in rows]
     headings = list(names.values())
     if len(rows) <= _SIDE_BY_SIDE:
