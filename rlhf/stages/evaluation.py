@@ -415,7 +415,7 @@ def _change(node: DictConfig, overrides: Sequence[Override]) -> None:
         UserError: an override changes a setting that an evaluation does not read, an option cannot be
             composed, or samples nothing.
     """
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
         key, text = key_of(override), override.input_line
         first = key.partition(".")[0]
         if key not in _CHOICES and (first not in (*_SECTIONS, *_KEYS) or key in _SECTIONS):
@@ -424,13 +424,11 @@ def _change(node: DictConfig, overrides: Sequence[Override]) -> None:
                 f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *_KEYS))}; the "
                 f"run is already trained), got {text}; {remedy}"
             )
-    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
-        key = key_of(override)
         section = _CHOICES.get(key)
         if section is None:
             OmegaConf.update(node, key, override.value())
             continue
-        chosen = composed_node([str(override.input_line)])[section]
+        chosen = composed_node([str(text)])[section]
         if section == "generator":
             if chosen.name == "dataset":
                 samplers = [name for name in options("generator") if name != "dataset"]

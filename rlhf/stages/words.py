@@ -386,11 +386,9 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
         if _REWARD_FUNCTION in stage.values():
             return overrides
-        try:
+        with suppress(*CONFIG_ERRORS):
             if not problems(compose([override(key, value) for key, value in overrides.items()])):
                 return overrides
-        except CONFIG_ERRORS:
-            continue
     return None
 
 
