@@ -9,28 +9,25 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow.parquet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf.config.generators import DatasetConfig
+from rlhf.config.models import ModelConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import files, shared, vocabulary
 from rlhf.core.metrics import Metrics
+from rlhf.environments.environment import EnvironmentFactory
+from rlhf.generators.weights import Manifest
+from rlhf.processes.ranks import Ranks
+from rlhf.processes.worker import Channel, Service
 from rlhf.terminal.console import Phases
 from rlhf.text.encoding import encode_completions, pad_prompts, padded
-
-if TYPE_CHECKING:
-    from rlhf.config.generators import DatasetConfig
-    from rlhf.config.models import ModelConfig
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.weights import Manifest
-    from rlhf.processes.ranks import Ranks
-    from rlhf.processes.worker import Channel, Service
-
 
 T = TypeVar("T")
 

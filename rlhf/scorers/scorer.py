@@ -26,7 +26,7 @@ from rlhf.config.models import Combine, ModelConfig
 from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import CommonError, UserError
-from rlhf.core.files import Shared, name, vocabulary
+from rlhf.core.files import Shared, leftovers, name, vocabulary, whole
 from rlhf.core.formatting import in_float32
 from rlhf.core.state import TrainState
 from rlhf.environments.environment import Turns
@@ -483,9 +483,6 @@ class MixtureScorer(PartsScorer):
 # A scorer that saves scored rollouts (`save_generations`); `rlhf.core.files` has the format.
 
 
-SCRATCH = ".tmp"  # suffix of a file that is not completely written
-
-
 @dataclass(eq=False)
 class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
@@ -509,7 +506,7 @@ class SavingScorer(Scorer):
     def __post_init__(self) -> None:
         self.config, self.vocabulary = self.scorer.config, vocabulary(self.tokenizer.get_vocab())
         self.folder.mkdir(parents=True, exist_ok=True)
-        for file in self.folder.glob(f"*{SCRATCH}"):
+        for file in leftovers(self.folder):
             file.unlink()
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -578,10 +575,8 @@ def write(
     temperature = sampling.temperature
     shared = Shared(prompts=N, samples=K, response_length=T, temperature=temperature, vocabulary=vocabulary)
     table = pyarrow.table(columns).replace_schema_metadata(shared.metadata())
-    file = folder / name(update)
-    scratch = file.with_name(f"{file.name}{SCRATCH}")
-    pyarrow.parquet.write_table(table, scratch)
-    scratch.replace(file)
+    with whole(folder / name(update)) as scratch:
+        pyarrow.parquet.write_table(table, scratch)
 
 
 # A scorer that computes scores with a reward model.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -186,6 +185,7 @@ class Pieces:
             if (written := self._text(ids)).endswith(text):  # some tokenizers write a space before each text
                 self.context, self.before = ids, written
                 break
+        self.specials = [str(each) for each in tokenizer.added_tokens_decoder.values() if str(each)]
         self.bare = _without_prefix(tokenizer.backend_tokenizer)
         # Every piece is decoded alone exactly as behind another text, and encoded so, too
         self.simple = self.bare is None and self._keeps(self._plain)
@@ -258,14 +258,10 @@ class Pieces:
     def _tail(self, prompt: str) -> str:
         """Return the end of a prompt: behind its last special token, and from the start of a word on."""
         tail = prompt[-_TAIL:]
-        for token in self._specials:
+        for token in self.specials:
             tail = tail.rpartition(token)[2]
         head, space, rest = tail.partition(" ")
         return rest if space and rest.strip() and len(tail) == _TAIL else tail
-
-    @cached_property
-    def _specials(self) -> list[str]:
-        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token)]
 
     def _plain(self, texts: list[str]) -> list[_Ids]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
