@@ -178,13 +178,10 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.context: _Ids = []  # tokens before a piece that is decoded
-        self.before = ""  # their text
-        for text in _CONTEXTS:
-            ids = self._plain([text])[0]
-            if (written := self._text(ids)).endswith(text):  # some tokenizers write a space before each text
-                self.context, self.before = ids, written
-                break
+        written = ((ids, self._text(ids)) for ids in self._plain(list(_CONTEXTS)))
+        # Some tokenizers write a space before each text
+        usable = (each for each, text in zip(written, _CONTEXTS, strict=True) if each[1].endswith(text))
+        self.context, self.before = next(usable, (_Ids(), ""))  # tokens before a decoded piece; their text
         self.specials = [str(each) for each in tokenizer.added_tokens_decoder.values() if str(each)]
         self.bare = _without_prefix(tokenizer.backend_tokenizer)
         # Every piece is decoded alone exactly as behind another text, and encoded so, too
@@ -196,11 +193,9 @@ class Pieces:
         heads, rests = self.apart(texts)
         found = self._plain(heads)
         for row, (text, prompt) in enumerate(zip(heads, before, strict=True)):
-            if not text or self.simple:
-                continue
-            if not self.exact:
+            if text and not self.exact:
                 found[row] = self._best(text, prompt, found[row])
-            elif self.bare is not None and self._text(self.context + found[row]) != self.before + text:
+            elif text and self.bare is not None and self.read(found[row]) != text:
                 found[row] = self._bare([text])[0]
         return [ids + rest for ids, rest in zip(found, rests, strict=True)]
 
@@ -246,10 +241,8 @@ class Pieces:
 
     def _candidates(self, text: str, ids: _Ids, start: _Ids, whole: _Ids) -> Iterator[_Ids]:
         yield ids
-        if whole[: len(start)] == start:
-            yield whole[len(start) :]
-        for marker in _CONTEXTS:
-            first, both = self._plain([marker, marker + text])
+        others = (self._plain([marker, marker + text]) for marker in _CONTEXTS)
+        for first, both in chain([[start, whole]], others):
             if both[: len(first)] == first:
                 yield both[len(first) :]
         if self.bare is not None:
@@ -291,21 +284,20 @@ def _without_prefix(core: Tokenizer) -> Tokenizer | None:
     return Tokenizer.from_str(json.dumps(json.loads(core.to_str()) | changed))
 
 
+# Type of a normalizer or pre-tokenizer -> its settings without changes at the start of a text
+_UNPREFIXED = {"Metaspace": {"prepend_scheme": "never"}, "Strip": {"strip_left": False}}
+
+
 def _unprefixed(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a normalizer or pre-tokenizer without its changes at the start of a text."""
-    changed = dict(state)
-    for name in ("normalizers", "pretokenizers"):
-        if name in state:
-            kept = [each for each in state[name] if each["type"] != "Prepend"]
-            changed[name] = [_unprefixed(each) for each in kept]
     if state["type"] == "Prepend":
         return {"type": "Sequence", "normalizers": []}
+    changed = state | _UNPREFIXED.get(state["type"], {})
+    for name in ("normalizers", "pretokenizers"):
+        if name in state:
+            changed[name] = list(map(_unprefixed, state[name]))
     if state.get("add_prefix_space"):
         changed["add_prefix_space"] = False
-    if state["type"] == "Metaspace":
-        changed["prepend_scheme"] = "never"
-    if state["type"] == "Strip":
-        changed["strip_left"] = False
     return changed
 
 
