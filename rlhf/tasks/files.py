@@ -345,10 +345,8 @@ class Splits:
                 if (listed := self.path / "dataset_dict.json").is_file():
                     folders = {each: self.path / each for each in json.loads(listed.read_text())["splits"]}
                 for split, folder in folders.items():
-                    state, info = (
-                        json.loads((folder / f"{each}.json").read_text())
-                        for each in ("state", "dataset_info")
-                    )
+                    state = json.loads((folder / "state.json").read_text())
+                    info = json.loads((folder / "dataset_info.json").read_text())
                     self.files[split] = [folder / each["filename"] for each in state["_data_files"]]
                     self._columns[split] = list(info["features"])
             except (OSError, ValueError, KeyError, TypeError) as error:

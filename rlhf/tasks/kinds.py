@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -106,10 +106,8 @@ class LocalSource(Source):
             )
         rows = self._stored("train", data, wanted)
         column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
-        batches = rows.select_columns([column]).iter(1000)
-        prompts = (
-            each if isinstance(each, str) else json.dumps(each) for batch in batches for each in batch[column]
-        )
+        stored = chain.from_iterable(batch[column] for batch in rows.select_columns([column]).iter(1000))
+        prompts = (each if isinstance(each, str) else json.dumps(each) for each in stored)
         held_out = held_out_rows(prompts, self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
@@ -622,10 +620,8 @@ class MixtureSource(Source):
             UserError: a part names no pairs, or its pairs cannot be loaded.
         """
         parts = self._loaded("preferences", split, wanted)
-        forms = {
-            isinstance(part.features["prompt"], Value): name
-            for name, part in zip(self.sources, parts, strict=True)
-        }
+        kinds = [isinstance(part.features["prompt"], Value) for part in parts]  # texts, not dialogues
+        forms = dict(zip(kinds, self.sources, strict=True))
         if len(forms) > 1:
             raise UserError(different_forms(forms[False], forms[True]))
         return self._joined(parts, split, ["prompt", "chosen", "rejected"])

@@ -17,7 +17,7 @@ from uuid import uuid4
 import datasets
 import huggingface_hub
 import pyarrow
-import pyarrow.compute
+import pyarrow.compute as pc
 from datasets import Dataset, Features, Json, concatenate_datasets, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -156,10 +156,8 @@ class _Stored:
         kept = wanted.read([*columns, TOOLS], available, self.place)
         if dataset is not None and not wanted.asks and all(is_text(dataset, each) for each in columns):
             plain, pattern = dataset.select_columns(list(columns)), r"^\s*\[[^{]*\{"  # messages as JSON
-            found = (
-                pyarrow.compute.match_substring_regex(plain.data.column(each), pattern) for each in columns
-            )
-            if not any(pyarrow.compute.any(each).as_py() for each in found):
+            found = (pc.match_substring_regex(plain.data.column(each), pattern) for each in columns)
+            if not any(pc.any(each).as_py() for each in found):
                 return plain  # a large data set is not copied into memory
         if self.local:
             rows = data.rows(name, kept)

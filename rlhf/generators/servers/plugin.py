@@ -67,9 +67,8 @@ class Routes:
                 f"--host {args.host}"
             )
         app.include_router(router)
-        app.router.routes[:] = [
-            route for route in app.router.routes if getattr(route, "path", "").startswith((*_GUARDED, *_OPEN))
-        ]
+        kept, routes = (*_GUARDED, *_OPEN), app.router.routes
+        routes[:] = [route for route in routes if getattr(route, "path", "").startswith(kept)]
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads."""
