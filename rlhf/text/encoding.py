@@ -285,7 +285,7 @@ def _without_prefix(core: Tokenizer) -> Tokenizer | None:
 
 
 # Type of a normalizer or pre-tokenizer -> its settings without changes at the start of a text
-_UNPREFIXED = {"Metaspace": {"prepend_scheme": "never"}, "Strip": {"strip_left": False}}
+_UNPREFIXED: dict[str, Any] = {"Metaspace": {"prepend_scheme": "never"}, "Strip": {"strip_left": False}}
 
 
 def _unprefixed(state: dict[str, Any]) -> dict[str, Any]:
