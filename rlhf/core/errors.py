@@ -43,6 +43,12 @@ class RunError(RuntimeError):
     everywhere = False  # True: all ranks raise this error, so only the first rank prints it
 
 
+class CommonError(RunError):
+    """A `RunError` that all ranks raise."""
+
+    everywhere = True
+
+
 class OutOfMemory(RunError):
     """A GPU has too little memory for another process of the run, such as "generator"."""
 

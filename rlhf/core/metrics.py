@@ -47,10 +47,6 @@ class Stat:
             self.total + later.total, self.count + later.count, self.how, self.squares + later.squares
         )
 
-    def with_numbers(self, total: float, count: float, squares: float) -> Stat:
-        """Return a metric with the same `how` and with the given numbers (see `numbers`)."""
-        return Stat(total, count, self.how, squares)
-
     def emptied(self) -> Stat:
         """Return a metric with the same `how` over no items."""
         return Stat(-math.inf if self.how is How.max else 0.0, 0.0, self.how)
@@ -102,8 +98,8 @@ def merge(into: Metrics, added: Metrics) -> None:
         into[name] = into[name].merge(stat) if name in into else stat
 
 
-def numbers(metrics: Metrics) -> list[list[float]]:
-    """Return total, count and squares of each metric, in the order of `metrics`.
+def plain(metrics: Metrics) -> Metrics:
+    """Return metrics with Python floats instead of tensors.
 
     All numbers of a device are read at once, so that a GPU is waited for once.
     """
@@ -113,13 +109,9 @@ def numbers(metrics: Metrics) -> list[list[float]]:
         places = [i for i, x in tensors.items() if x.device == device]
         for i, value in zip(places, torch.stack([tensors[i] for i in places]).tolist(), strict=True):
             parts[i] = value
-    return [[float(part) for part in parts[i : i + 3]] for i in range(0, len(parts), 3)]
-
-
-def plain(metrics: Metrics) -> Metrics:
-    """Return metrics with Python floats instead of tensors."""
-    rows = zip(metrics.items(), numbers(metrics), strict=True)
-    return {name: stat.with_numbers(*row) for (name, stat), row in rows}
+    rows = [map(float, parts[i : i + 3]) for i in range(0, len(parts), 3)]
+    named = zip(metrics.items(), rows, strict=True)
+    return {name: Stat(total, count, stat.how, squares) for (name, stat), (total, count, squares) in named}
 
 
 def of_scorer(figures: dict[str, Tensor] | None) -> Metrics:

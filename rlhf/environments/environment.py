@@ -20,12 +20,13 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.config.environments import ClassConfig, EnvironmentConfig, TurnsConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError, one_line
 from rlhf.core.formatting import as_score, in_float32, not_a_score
@@ -34,10 +35,6 @@ from rlhf.text import chat
 from rlhf.text.encoding import message_tokens
 from rlhf.usercode.address import LIBRARIES, load_class
 from rlhf.usercode.protection import same_settings
-
-if TYPE_CHECKING:
-    from rlhf.config.environments import ClassConfig, EnvironmentConfig, TurnsConfig
-
 
 # The interface of an environment: a program that answers the replies of a model until the episode is done.
 #

@@ -25,6 +25,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.launched import derive
 from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 from rlhf.text.chat import unquoted
+from rlhf.text.encoding import padded
 
 if TYPE_CHECKING:
     from rlhf.environments.environment import Call, Environment, EnvironmentFactory
@@ -373,8 +374,7 @@ class Episodes:
 
         def table(column: str, fill: Any, dtype: torch.dtype) -> Tensor:
             new = [getattr(each, column)[each.before :] for each in self._all]
-            padded = [row + [fill] * (T - len(row)) for row in new]
-            return torch.tensor(padded, dtype=dtype).view(N, K, T)
+            return padded(new, T, fill, dtype).view(N, K, T)
 
         sampled = table("sampled", False, torch.bool)
         lengths = torch.tensor([len(each.ids) - each.before for each in self._all])

@@ -14,22 +14,19 @@ from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
+from rlhf.config.environments import ToolsConfig
 from rlhf.core.errors import UserError, one_line
 from rlhf.environments.environment import Answer, EnvironmentFactory, Example, Turns, checked, factory
 from rlhf.environments.environment import asynchronous_calls as asynchronous
 from rlhf.text.chat import QUESTION, START, render, template_name
 from rlhf.usercode.address import load_function
-
-if TYPE_CHECKING:
-    from rlhf.config.environments import ToolsConfig
-
 
 # Python functions as tools: a reply may call them, and the next message has what they return.
 #

@@ -9,28 +9,27 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pyarrow.parquet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf.config.generators import DatasetConfig
+from rlhf.config.models import ModelConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import files, shared, vocabulary
 from rlhf.core.metrics import Metrics
+from rlhf.environments.environment import EnvironmentFactory
+from rlhf.generators.weights import Manifest
+from rlhf.processes.ranks import Ranks
+from rlhf.processes.worker import Channel, Service
 from rlhf.terminal.console import Phases
-from rlhf.text.encoding import encode_completions, pad_prompts
+from rlhf.text.encoding import encode_completions, pad_prompts, padded
 
-if TYPE_CHECKING:
-    from rlhf.config.generators import DatasetConfig
-    from rlhf.config.models import ModelConfig
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.weights import Manifest
-    from rlhf.processes.ranks import Ranks
-    from rlhf.processes.worker import Channel, Service
-
+T = TypeVar("T")
 
 # The interface of a generator, which processes requests and weight loads first in, first out.
 #
@@ -186,6 +185,14 @@ class Wrapper(Generator):
         self.generator.close()
 
 
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call a function, and give its result, or the exception that it raises, to a future."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def finished(rollouts: Rollouts) -> Future[Rollouts]:
     """Return a finished future with the result `rollouts`."""
     future: Future[Rollouts] = Future()
@@ -204,21 +211,20 @@ def finished(rollouts: Rollouts) -> Future[Rollouts]:
 # may cause further calls of `load`.
 
 
+Update = Callable[[], int]  # loads newer weights, if there are any; returns the version of the weights
+
+
 class Sampler(Protocol):
     """A model that answers prompts with the weights of the last load."""
 
-    def sample(
-        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
-    ) -> Rollouts:
+    def sample(self, prompts: Prompts, sampling: Sampling, update: Update | None = None) -> Rollouts:
         """Return K responses to each prompt, with the log-probs of their tokens.
 
         Args:
             prompts: the prompts, as token ids on the CPU.
             sampling: number of samples, temperature and response length of the request.
-            update: with in-flight updates, a function to call before every forward pass. The function calls
-                `load` if there are newer weights, and returns the version that samples the next tokens. The
-                key-value cache of earlier tokens is not recomputed (PipelineRL, Piche et al., arXiv
-                2509.19128).
+            update: with in-flight updates, a function to call before every forward pass. The key-value cache
+                of earlier tokens is not recomputed (PipelineRL, Piche et al., arXiv 2509.19128).
 
         Returns:
             Rollouts [N, K, T] on the CPU, T = `sampling.response_length`. Log-probs are at
@@ -289,10 +295,7 @@ class _Exchanged(Future[Rollouts]):
             RunError: the generator of a rank failed.
         """
         if not self.done():
-            try:
-                self.set_result(self.exchange())
-            except BaseException as error:
-                self.set_exception(error)
+            settle(self, self.exchange)
         return super().result(timeout)
 
 
@@ -368,15 +371,7 @@ class PerRankGenerator(Wrapper):
     def wait(self) -> None:
         """Wait until the generator of every rank can take new weights."""
         waiting: Future[None] = Future()
-
-        def wait() -> None:
-            try:
-                self.generator.wait()
-                waiting.set_result(None)
-            except BaseException as error:
-                waiting.set_exception(error)
-
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=settle, args=(waiting, self.generator.wait), daemon=True).start()
         self.ranks.wait_for(waiting)
         waiting.result()
 
@@ -489,10 +484,8 @@ def read(file: Path, pad_id: int) -> Rollouts:
     lengths = torch.tensor([len(ids) for ids in rows["response_ids"]]).view(N, K, 1)
 
     def grouped(column: str) -> Tensor:
-        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=_DTYPES[column])
-        for row, values in zip(x, rows[column], strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=x.dtype)
-        return x.view(N, K, T)
+        fill = pad_id if column == "response_ids" else 0
+        return padded(rows[column], T, fill, _DTYPES[column]).view(N, K, T)
 
     prompt_ids, prompt_mask = pad_prompts(rows["prompt_ids"][::K], pad_id)
     by_token: dict[str, Any] = {column: grouped(column) for column in _DTYPES if column in rows}

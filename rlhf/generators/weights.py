@@ -488,13 +488,12 @@ class GpuWeights(WeightStore):
             RunError: there is not enough memory.
         """
         copies: _Weights = []
-        sums = {}
         try:
             for name, tensor in weights:
                 dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
                 copy = torch.empty(tensor.shape, dtype=dtype, device=self.device).copy_(tensor.detach())
                 copies.append((name, copy))
-                sums[name] = fingerprint(copy)
+            sums = {name: fingerprint(copy) for name, copy in copies}
             values = checksums(sums)  # also waits until the copies are complete
         except torch.OutOfMemoryError as problem:
             raise RunError(

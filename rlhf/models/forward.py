@@ -189,6 +189,8 @@ def is_placeholder(parameter: Tensor) -> bool:
 # costs.
 
 
+KeysValues = tuple[Tensor, Tensor]  # of a layer, both [B, heads, S, head size]
+
 _OLD_NAME = "past_key_values"
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of the argument of forward for the cache
 ALIGNED = 16  # attention on a GPU copies a mask unless its row stride is a multiple of this many elements
@@ -403,9 +405,7 @@ class _PromptLayer(DynamicLayer):
     Later updates, by blocks that are recomputed for the backward pass, do not change the layer.
     """
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Return the given keys and values [N, heads, P, head size]; the first call also stores them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -428,9 +428,7 @@ class _ResponseLayer(DynamicLayer):
         self.keys, self.values, self.is_initialized = prompt.keys, prompt.values, True
         self.rows = rows
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Return keys and values [N*rows, heads, P+S, head size] of prompts and responses.
 
         Args:

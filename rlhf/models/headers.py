@@ -77,14 +77,14 @@ def read_object(file: Path) -> dict[str, Any]:
     """
     try:
         content = file.read_text(encoding="utf-8")
-        found = {} if content.startswith(_LFS_POINTER) else json.loads(content)
+        if content.startswith(_LFS_POINTER):
+            raise DamagedFile(f"{file.name} is a pointer of Git LFS; run: git lfs pull")
+        found = json.loads(content)
     except OSError as error:
         defect = f"{file.name}: {error.strerror}" if file.exists() else f"no {file.name}"
         raise DamagedFile(defect) from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedFile(f"{file.name} is not a JSON object: {error}") from None
-    if content.startswith(_LFS_POINTER):
-        raise DamagedFile(f"{file.name} is a pointer of Git LFS; run: git lfs pull")
     if not isinstance(found, dict):
         raise DamagedFile(f"{file.name} is not a JSON object")
     return found

@@ -69,18 +69,14 @@ def _without_tokenizer(key: str, path: str) -> str:
 
 
 def set_pad_token(
-    tokenizer: PreTrainedTokenizerFast,
-    chosen: str | None,
-    key: str = "model.pad_token",
-    models: Collection[str] = (),
+    tokenizer: PreTrainedTokenizerFast, chosen: str | None, models: Collection[str] = ()
 ) -> str | None:
     """Set the pad token of the tokenizer of a model that is trained.
 
     Args:
         tokenizer: the tokenizer, which is changed.
-        chosen: the pad token. None: the pad token of the tokenizer; if it has none, or uses its end token as
-            pad token, a token that stands for nothing (`choose_pad_token`).
-        key: config key of `chosen`, for error messages.
+        chosen: the value of `model.pad_token`. None: the pad token of the tokenizer; if it has none, or uses
+            its end token as pad token, a token that stands for nothing (`choose_pad_token`).
         models: hub names or folders of models, whose end tokens are not used as pad token.
 
     Returns:
@@ -95,13 +91,13 @@ def set_pad_token(
     if chosen is None and pad in (None, end):
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         found = choose_pad_token(ids, {end, *declared_ends(models)}, tokenizer.bos_token, template)
-    if problem := pad_problem(key, chosen, path, ids, found or pad, end):
+    if problem := pad_problem("model.pad_token", chosen, path, ids, found or pad, end):
         raise UserError(problem)
     if chosen is not None:
         tokenizer.pad_token = chosen
     if found is not None:
         tokenizer.add_special_tokens({"pad_token": found})  # decoding then skips the token
-        return f"{found} (chosen: the model has no pad token of its own; another one: {key}=<token>)"
+        return f"{found} (chosen: the model has no own pad token; another one: model.pad_token=<token>)"
     return None
 
 
@@ -397,12 +393,11 @@ def save(
         state_dict: weights to save, for example gathered from all ranks; None: the weights of `model`.
     """
     end = tokenizer.eos_token_id
-    for config in (model.config, getattr(model, "generation_config", None)):
-        if config is not None:
-            stated = config.eos_token_id
-            ends = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
-            if end not in ends:
-                config.eos_token_id = [end, *ends] if ends else end
+    for config in filter(None, (model.config, getattr(model, "generation_config", None))):
+        stated = config.eos_token_id
+        ends = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+        if end not in ends:
+            config.eos_token_id = [end, *ends] if ends else end
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))

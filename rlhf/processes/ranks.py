@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.machine import choose_interfaces, loopback
-from rlhf.core.metrics import Metrics, merge, numbers
+from rlhf.core.metrics import Metrics, merge, plain
 
 T = TypeVar("T")
 
@@ -147,17 +147,12 @@ class Ranks:
             pass
 
     def merge(self, figures: Metrics) -> Metrics:
-        """Return the merged metrics of all ranks; every rank must have the same names of metrics."""
-        if self.size == 1 or not figures:
+        """Return the merged metrics of all ranks."""
+        if self.size == 1:
             return figures
-        own = torch.tensor(numbers(figures), dtype=torch.float64)
-        tables = [torch.empty_like(own) for _ in range(self.size)]
-        with together():
-            dist.all_gather(tables, own)
         merged: Metrics = {}
-        for table in tables:
-            parts = zip(figures.items(), table.tolist(), strict=True)
-            merge(merged, {name: stat.with_numbers(*row) for (name, stat), row in parts})
+        for own in self.gather(plain(figures)):
+            merge(merged, own)
         return merged
 
 

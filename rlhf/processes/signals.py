@@ -329,9 +329,7 @@ def members(group: int) -> list[int]:
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
-            if os.getpgid(pid) != group:
-                continue
-            if _runs(psutil.Process(pid)):
+            if os.getpgid(pid) == group and _runs(psutil.Process(pid)):
                 found.append(pid)
     return found
 
@@ -365,9 +363,8 @@ def _kill_noted() -> None:
         for process in _noted:
             with suppress(psutil.Error):
                 if process.ppid() == os.getpid():  # not if this is a fork
-                    found |= {
-                        each.pid for each in (process, *process.children(recursive=True)) if _runs(each)
-                    }
+                    family = process, *process.children(recursive=True)
+                    found |= {each.pid for each in family if _runs(each)}
         return found
 
     _kill(find)

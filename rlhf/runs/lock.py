@@ -32,16 +32,12 @@ def unwritable(folder: Path) -> str | None:
     system.
     """
     existing = nearest(folder)
-    probe = existing / f"{SCRATCH}probe-{os.getpid()}"
     try:
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             folder.lstat()  # fails otherwise if no folder can have this path: a name is too long
         if not existing.is_dir():
             return f"{existing} is not a folder"
-        probe.mkdir()
-        probe.rmdir()
-    except FileExistsError:  # another thread of this process
-        return None
+        os.rmdir(tempfile.mkdtemp(prefix=SCRATCH, dir=existing))
     except OSError as error:
         return f"{str(error.strerror).lower()}: {existing}"
     return None
@@ -138,17 +134,14 @@ def full(error: BaseException, folder: Path) -> str | None:
     else:
         named = (each for each in _FULL if f"os error {each}" in str(error))
         number = next(named, None)
-        probe = folder / f"{SCRATCH}probe-{os.getpid()}"
         try:
             if number is None:
-                with probe.open("wb") as file:
+                with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(_PROBE_BYTES))
                     file.flush()
                     os.fsync(file.fileno())
         except OSError as problem:
             number = problem.errno
-        finally:
-            probe.unlink(missing_ok=True)
     return os.strerror(number) if number in _FULL else None
 
 

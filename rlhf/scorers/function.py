@@ -9,7 +9,7 @@ from ast import literal_eval
 from collections.abc import Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal
 from functools import cache
 from inspect import isawaitable
 from typing import Any, NamedTuple
@@ -291,10 +291,8 @@ def find_answer(text: str, pattern: str) -> str | None:
     The result is None if nothing matches. The last match is the answer, because a worked solution may contain
     intermediate results that match too.
     """
-    matches = list(re.finditer(pattern, text))
-    if not matches:
-        return None
-    return matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()
+    found = [match[min(1, match.re.groups)] for match in re.finditer(pattern, text)]
+    return found[-1] if found else None
 
 
 def answer_matches(response: str, reference: str, pattern: str) -> bool:
@@ -308,10 +306,7 @@ def answer_matches(response: str, reference: str, pattern: str) -> bool:
         if (answer := find_answer(text, pattern)) is None:
             return False
         bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
-        try:
-            number = Decimal(bare)
-        except InvalidOperation:
-            number = Decimal("nan")
+        number = Decimal(bare, Context(traps=[]))  # of another text: NaN
         forms.append(number if number.is_finite() else bare)
     return forms[0] == forms[1]
 

@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.config.models import Combine, ModelConfig
 from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
-from rlhf.core.errors import RunError, UserError
-from rlhf.core.files import Shared, name, vocabulary
+from rlhf.core.errors import CommonError, UserError
+from rlhf.core.files import Shared, leftovers, name, vocabulary, whole
 from rlhf.core.formatting import in_float32
 from rlhf.core.state import TrainState
 from rlhf.environments.environment import Turns
@@ -324,10 +325,8 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
     first = first_of_identical(rollouts)
     kept = (first == torch.arange(K)).flatten()  # [N * K] bool, True: not identical to an earlier response
     places = (kept.cumsum(0) - 1).view(-1, K).gather(1, first)
-    prompts, responses, references = (
-        [text for text, keep in zip(texts, kept.tolist(), strict=True) if keep]
-        for texts in flat_texts(rollouts, tokenizer)
-    )
+    columns = flat_texts(rollouts, tokenizer)
+    prompts, responses, references = ([*compress(texts, kept.tolist())] for texts in columns)
     examples = torch.arange(len(rollouts)).repeat_interleave(K)[kept]
     return DistinctTexts(prompts, responses, references, examples.tolist(), places)
 
@@ -412,12 +411,10 @@ class WeightedScorer(PartsScorer):
         without = left_out.any(0) & ~(~left_out & (weights != 0)).any(0)
         if without.any():
             where, names = rollouts.place(int(without.nonzero()[0, 0])), ", ".join(parts)
-            error = RunError(
+            raise CommonError(
                 f"{self.at} must have a part that judges each response (None leaves it to another one), got "
                 f"none for {where}; return a number from one of {names}"
             )
-            error.everywhere = True
-            raise error
         return (weights * torch.where(left_out, 0.0, scores)).sum(0)
 
 
@@ -486,9 +483,6 @@ class MixtureScorer(PartsScorer):
 # A scorer that saves scored rollouts (`save_generations`); `rlhf.core.files` has the format.
 
 
-SCRATCH = ".tmp"  # suffix of a file that is not completely written
-
-
 @dataclass(eq=False)
 class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
@@ -512,7 +506,7 @@ class SavingScorer(Scorer):
     def __post_init__(self) -> None:
         self.config, self.vocabulary = self.scorer.config, vocabulary(self.tokenizer.get_vocab())
         self.folder.mkdir(parents=True, exist_ok=True)
-        for file in self.folder.glob(f"*{SCRATCH}"):
+        for file in leftovers(self.folder):
             file.unlink()
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -581,10 +575,8 @@ def write(
     temperature = sampling.temperature
     shared = Shared(prompts=N, samples=K, response_length=T, temperature=temperature, vocabulary=vocabulary)
     table = pyarrow.table(columns).replace_schema_metadata(shared.metadata())
-    file = folder / name(update)
-    scratch = file.with_name(f"{file.name}{SCRATCH}")
-    pyarrow.parquet.write_table(table, scratch)
-    scratch.replace(file)
+    with whole(folder / name(update)) as scratch:
+        pyarrow.parquet.write_table(table, scratch)
 
 
 # A scorer that computes scores with a reward model.

@@ -266,8 +266,7 @@ def _starting_from(model: str, cfg: Config) -> Config:
     if cfg.algo.trains is Trains.base:
         return cfg.with_({"model.base": model, "model.lora": LoRAConfig()})
     reference = cfg.model.reference or cfg.model.policy
-    named = {"model.policy": model, "model.reference": reference}
-    return cfg.with_({**named, "model.lora": LoRAConfig()})
+    return cfg.with_({"model.policy": model, "model.reference": reference, "model.lora": LoRAConfig()})
 
 
 def evaluations(
@@ -416,7 +415,7 @@ def _change(node: DictConfig, overrides: Sequence[Override]) -> None:
         UserError: an override changes a setting that an evaluation does not read, an option cannot be
             composed, or samples nothing.
     """
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
         key, text = key_of(override), override.input_line
         first = key.partition(".")[0]
         if key not in _CHOICES and (first not in (*_SECTIONS, *_KEYS) or key in _SECTIONS):
@@ -425,13 +424,11 @@ def _change(node: DictConfig, overrides: Sequence[Override]) -> None:
                 f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *_KEYS))}; the "
                 f"run is already trained), got {text}; {remedy}"
             )
-    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
-        key = key_of(override)
         section = _CHOICES.get(key)
         if section is None:
             OmegaConf.update(node, key, override.value())
             continue
-        chosen = composed_node([str(override.input_line)])[section]
+        chosen = composed_node([str(text)])[section]
         if section == "generator":
             if chosen.name == "dataset":
                 samplers = [name for name in options("generator") if name != "dataset"]
@@ -592,8 +589,8 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     every = {**dict(zip(_COUNTS, _COUNTS, strict=True)), **EVALUATION_METRICS}
     names = {name: short for name, short in every.items() if any(name in row for row in rows)}
     models = short_names([row["model"] for row in rows])
-    full = dict(zip(models, (row["model"] for row in rows), strict=True))
-    paths = [f"{name}: {path}" for name, path in full.items() if name != path]
+    full = zip(models, (row["model"] for row in rows), strict=True)
+    paths = [f"{name}: {path}" for name, path in full if name != path]
     by_model = [[formatting.text(row, name) for name in names] for row in rows]
     headings = list(names.values())
     if len(rows) <= _SIDE_BY_SIDE:

@@ -26,7 +26,7 @@ from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import data_file, values
 from rlhf.config.scorers import RewardModelScorerConfig, scorers
-from rlhf.config.tasks import TaskConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, TaskConfig
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import component, digest, whole
@@ -342,16 +342,12 @@ def _sample_pairs(cfg: Config, folder: Path) -> None:
     requests += [("validation", held_out.select(rows)) for rows in torch.arange(len(held_out)).split(_CHUNK)]
     temperature = cfg.stages.pairs_temperature
     asked = replace(training_sampling(cfg), samples=2, temperature=temperature, purpose="pairs")
-    columns: dict[str, dict[str, list[str]]] = {}
+    columns = {split: {name: list[str]() for name in PREFERENCE_COLUMNS} for split in ("train", "validation")}
     with progress("sampling pairs", len(requests), cfg.progress.value) as advance:
         for request, (split, prompts) in enumerate(requests):
             rollouts = generator.submit(prompts, replace(asked, request=request)).result()
-            add_pairs(
-                columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
-                rollouts,
-                gold.compare(*gold.scored(rollouts)),
-                response_texts(rollouts, tokenizer),
-            )
+            scores, texts = gold.compare(*gold.scored(rollouts)), response_texts(rollouts, tokenizer)
+            add_pairs(columns[split], rollouts, scores, texts)
             advance(1)
     exchange(columns["train"], cfg.stages.label_noise, cfg.stages.seed)
     data = {split: Dataset.from_dict(rows) for split, rows in columns.items()}

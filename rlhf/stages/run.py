@@ -21,7 +21,7 @@ from rlhf.checks.check import problems
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.root import Config, threads
 from rlhf.config.run import Resume
-from rlhf.core.errors import Interrupted, RunError, UserError, explained
+from rlhf.core.errors import CommonError, Interrupted, UserError, explained
 from rlhf.core.files import whole
 from rlhf.core.formatting import short_path
 from rlhf.core.launched import derive
@@ -165,9 +165,7 @@ def carry_out(
             result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
                 f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
             )
-        failed = RunError(f"{failure} (traceback above); {result}")
-        failed.everywhere = True
-        raise failed
+        raise CommonError(f"{failure} (traceback above); {result}")
     if not state.done:
         if stopped is None:
             raise interrupted(interruption, state, cfg, folder)
@@ -225,12 +223,10 @@ def _train(
         batch = {"what": error.what, "index": error.index, "places": error.places}
         file.write_text(json.dumps({"update": state.update, **batch}))
         last = folder.last_checkpoint()
-        failed = RunError(
+        raise CommonError(
             f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data "
             f"set are in {file}; the last checkpoint is {last or 'none: no checkpoint was written yet'}"
-        )
-        failed.everywhere = True
-        raise failed from error
+        ) from error
     except (Interrupted, Spent) as error:  # the next session begins where scores were awaited
         if stream.taken > state.update:
             stream.put_back()

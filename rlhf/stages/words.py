@@ -386,11 +386,9 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
         if _REWARD_FUNCTION in stage.values():
             return overrides
-        try:
+        with suppress(*CONFIG_ERRORS):
             if not problems(compose([override(key, value) for key, value in overrides.items()])):
                 return overrides
-        except CONFIG_ERRORS:
-            continue
     return None
 
 
@@ -496,13 +494,10 @@ def algorithm(cfg: Config) -> str:
 
 def _packages(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the version of each library that the result depends on."""
-    installed, code = versions(), git_commit()
+    installed, code = dict(versions()), git_commit()
     if code is not None and DISTRIBUTION in installed:
         changes = ", with changes" if code["changed"] else ""
-        installed = {
-            **installed,
-            DISTRIBUTION: f"{installed[DISTRIBUTION]} (commit {code['commit'][:12]}{changes})",
-        }
+        installed[DISTRIBUTION] += f" (commit {code['commit'][:12]}{changes})"
     names = [DISTRIBUTION, "torch", "transformers", "tokenizers", "datasets"]
     names += [*cfg.generator.packages, *cfg.backend.packages, *(["peft"] if cfg.model.lora.rank else [])]
     yield from ((name, installed[name]) for name in names if name in installed)

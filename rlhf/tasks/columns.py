@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _TABLES = data_file("rlhf.tasks", "columns.yaml")
 
 Row = dict[str, Any]
+Rows = Iterator[tuple[str, Row]]  # each with its place for messages, such as "line 3 of x.jsonl"
+Convert = Callable[[Row], Row]  # returns the example of a row; raises `BadRow`
 TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
 _ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
@@ -165,7 +167,7 @@ class Wanted:
             raise BadRow(rule, "with bytes (such as an image or a sound)", remedy)
         return json.dumps(asked, default=str)
 
-    def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
+    def recording(self, convert: Convert) -> Convert:
         """Return the function `convert`, which also adds the record to a row."""
         return lambda row: {**convert(row), RECORD: self.record(row)} if self.asks else convert(row)
 
@@ -226,7 +228,7 @@ class Layout:
         found = {role: name for role, name in named.items() if isinstance(name, str)}
         return ", ".join(name if name == role else f"{name} as {role}" for role, name in found.items())
 
-    def conversion(self, data: Data) -> Callable[[Row], Row]:
+    def conversion(self, data: Data) -> Convert:
         """Return the function that converts a row to an example with the content `data`."""
         if data is Data.preferences:
             return self.pair
@@ -435,9 +437,7 @@ def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
     return turns if asked else [*turns, {"role": "user", "content": before}], [last]
 
 
-def converted(
-    rows: Iterator[tuple[str, Row]], convert: Callable[[Row], Row], key: str
-) -> Iterator[tuple[str, Row]]:
+def converted(rows: Rows, convert: Convert, key: str) -> Rows:
     """Yield each row after `convert`, with its place.
 
     Raises:
@@ -466,7 +466,7 @@ def converted(
 
 
 @cache
-def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
+def conversion(columns: tuple[str, ...]) -> Convert:
     """Return the function that checks and converts a row with the canonical columns `columns`.
 
     It raises BadRow if the row lacks a column, or a value has the wrong form. Rows of messages and of pairs

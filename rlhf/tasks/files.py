@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -25,7 +25,7 @@ from rlhf.tasks.columns import TOOLS, Written, conversion, converted, described,
 if TYPE_CHECKING:
     import pyarrow
 
-    from rlhf.tasks.columns import Layout, Row
+    from rlhf.tasks.columns import Convert, Layout, Row, Rows
 
 # Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
 
@@ -51,7 +51,7 @@ def stem(file: Path) -> str:
     return Path(name).stem
 
 
-def rows(file: Path, key: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+def rows(file: Path, key: str, columns: Collection[str] | None = None) -> Rows:
     """Yield the rows of a data file, each with its place for messages, such as "line 3 of x.jsonl".
 
     Args:
@@ -111,7 +111,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
         ) from None
 
 
-def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+def _json_rows(file: Path, key: str) -> Rows:
     lines = _lines(file, key)
     number, line = next((each for each in lines if each[1].strip()), (0, ""))
     start = line.strip()
@@ -173,7 +173,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             yield checked(read(line, number), f"line {number} of {file}")
 
 
-def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path, key: str) -> Rows:
     csv.field_size_limit(sys.maxsize)
     record: list[str] = []  # the lines of the current row
     lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]
@@ -266,7 +266,7 @@ def _arrow_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[
                 yield from rows_of_arrow(batch.select(kept(batch.schema)))
 
 
-def _parquet_rows(file: Path, key: str, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+def _parquet_rows(file: Path, key: str, columns: Collection[str] | None) -> Rows:
     import pyarrow
 
     try:
@@ -345,10 +345,8 @@ class Splits:
                 if (listed := self.path / "dataset_dict.json").is_file():
                     folders = {each: self.path / each for each in json.loads(listed.read_text())["splits"]}
                 for split, folder in folders.items():
-                    state, info = (
-                        json.loads((folder / f"{each}.json").read_text())
-                        for each in ("state", "dataset_info")
-                    )
+                    state = json.loads((folder / "state.json").read_text())
+                    info = json.loads((folder / "dataset_info.json").read_text())
                     self.files[split] = [folder / each["filename"] for each in state["_data_files"]]
                     self._columns[split] = list(info["features"])
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -411,7 +409,7 @@ class Splits:
         """
         return self._columns[name] if self.saved else list(next(self.rows(name))[1])
 
-    def rows(self, name: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+    def rows(self, name: str, columns: Collection[str] | None = None) -> Rows:
         """Yield the rows of the split that is stored as `name`, each with its place for messages.
 
         Args:
@@ -488,9 +486,7 @@ class Splits:
             elif whole and (problem := self.scan(name, required, conversion(required))[0]):
                 yield problem
 
-    def scan(
-        self, name: str, columns: Sequence[str], convert: Callable[[Row], Row]
-    ) -> tuple[str | None, bool]:
+    def scan(self, name: str, columns: Sequence[str], convert: Convert) -> tuple[str | None, bool]:
         """Return the error message for the first row of a split that `convert` refuses, or None.
 
         Returns:
@@ -506,7 +502,7 @@ class Splits:
 
 @lru_cache(maxsize=64)  # the jobs of a sweep read the same files
 def _scan(
-    path: str, key: str, name: str, columns: tuple[str, ...], convert: Callable[[Row], Row], stamps: object
+    path: str, key: str, name: str, columns: tuple[str, ...], convert: Convert, stamps: object
 ) -> tuple[str | None, bool]:
     first, differ = None, False
     try:

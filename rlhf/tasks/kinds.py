@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is
 from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
-    from rlhf.tasks.columns import Message, Row, Wanted
+    from rlhf.tasks.columns import Message, Row, Rows, Wanted
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
@@ -106,16 +106,14 @@ class LocalSource(Source):
             )
         rows = self._stored("train", data, wanted)
         column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
-        batches = rows.select_columns([column]).iter(1000)
-        prompts = (
-            each if isinstance(each, str) else json.dumps(each) for batch in batches for each in batch[column]
-        )
+        stored = chain.from_iterable(batch[column] for batch in rows.select_columns([column]).iter(1000))
+        prompts = (each if isinstance(each, str) else json.dumps(each) for each in stored)
         held_out = held_out_rows(prompts, self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
 
-    def _rows(self, split: str, data: Data, wanted: Wanted) -> Iterator[tuple[str, Row]]:
+    def _rows(self, split: str, data: Data, wanted: Wanted) -> Rows:
         """Yield the converted rows of a stored split, each with its place."""
         name = self.files.stored(split)
         assert name is not None
@@ -599,11 +597,10 @@ class MixtureSource(Source):
         Raises:
             UserError: some parts have dialogues, others texts.
         """
-        found = {name: source.conversational for name, source in self.sources.items()}
-        if len(set(found.values())) > 1:
-            first = {kind: next(name for name in found if found[name] is kind) for kind in (True, False)}
-            raise UserError(different_forms(first[True], first[False]))
-        return any(found.values())
+        forms = {source.conversational: name for name, source in self.sources.items()}
+        if len(forms) > 1:
+            raise UserError(different_forms(forms[True], forms[False]))
+        return True in forms
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
@@ -613,17 +610,8 @@ class MixtureSource(Source):
         Raises:
             UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
         """
-        columns = ["messages" if self.conversational else "query", "reference_response"]
-        parts = self._loaded("prompts", split, wanted)
-        if any("demonstration" in part.column_names for part in parts):
-            columns.append("demonstration")
-            parts = [
-                part
-                if "demonstration" in part.column_names
-                else part.add_column("demonstration", part["reference_response"][:])
-                for part in parts
-            ]
-        return self._joined(parts, split, columns)
+        prompt = "messages" if self.conversational else "query"
+        return self._joined(self._loaded("prompts", split, wanted), split, [prompt, "reference_response"])
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
@@ -632,10 +620,8 @@ class MixtureSource(Source):
             UserError: a part names no pairs, or its pairs cannot be loaded.
         """
         parts = self._loaded("preferences", split, wanted)
-        forms = {
-            isinstance(part.features["prompt"], Value): name
-            for name, part in zip(self.sources, parts, strict=True)
-        }
+        kinds = [isinstance(part.features["prompt"], Value) for part in parts]  # texts, not dialogues
+        forms = dict(zip(kinds, self.sources, strict=True))
         if len(forms) > 1:
             raise UserError(different_forms(forms[False], forms[True]))
         return self._joined(parts, split, ["prompt", "chosen", "rejected"])
@@ -651,17 +637,20 @@ class MixtureSource(Source):
         return parts
 
     def _joined(self, parts: list[Dataset], split: str, columns: list[str]) -> Dataset:
-        """Return the rows of all parts with `columns` and `part`, and with others that a part has."""
-        others = [
-            name for name in ("place", RECORD, TOOLS) if any(name in part.column_names for part in parts)
-        ]
+        """Return the rows of all parts with `columns` and `part`, and with others that a part has.
+
+        The second of `columns` has the responses, which SFT imitates where a part has no demonstrations.
+        """
+        known = {name for part in parts for name in part.column_names}
+        others = [name for name in ("demonstration", "place", RECORD, TOOLS) if name in known]
         columns = [*columns, *others]
         found = []
         for number, (name, rows) in enumerate(zip(self.sources, parts, strict=True)):
             places = [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
             absent = {"place": places, RECORD: ["{}"] * len(rows), TOOLS: ["null"] * len(rows)}  # JSON
+            absent["demonstration"] = rows[columns[1]]
             for column in set(others) - {*rows.column_names}:
-                rows = rows.add_column(column, absent[column])
+                rows = rows.add_column(column, absent[column][:])
             rows = rows.select_columns(columns)
             texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
             features = Features({each: Value("string") if each in texts else Json() for each in columns})

@@ -17,7 +17,7 @@ from uuid import uuid4
 import datasets
 import huggingface_hub
 import pyarrow
-import pyarrow.compute
+import pyarrow.compute as pc
 from datasets import Dataset, Features, Json, concatenate_datasets, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +26,7 @@ from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS, TaskConfig
 from rlhf.core import machine
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Row, Wanted, conversion, converted
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Convert, Row, Rows, Wanted, conversion, converted
 from rlhf.tasks.files import data_folder, lacking, rows_of_arrow
 
 
@@ -115,7 +115,7 @@ class _Stored:
         split: str,
         columns: Sequence[str],
         wanted: Wanted = NOTHING,
-        convert: Callable[[Row], Row] | None = None,
+        convert: Convert | None = None,
         limit: int | None = None,
     ) -> Dataset:
         """Return one split after `convert`; from files also with the column `place`.
@@ -156,10 +156,8 @@ class _Stored:
         kept = wanted.read([*columns, TOOLS], available, self.place)
         if dataset is not None and not wanted.asks and all(is_text(dataset, each) for each in columns):
             plain, pattern = dataset.select_columns(list(columns)), r"^\s*\[[^{]*\{"  # messages as JSON
-            found = (
-                pyarrow.compute.match_substring_regex(plain.data.column(each), pattern) for each in columns
-            )
-            if not any(pyarrow.compute.any(each).as_py() for each in found):
+            found = (pc.match_substring_regex(plain.data.column(each), pattern) for each in columns)
+            if not any(pc.any(each).as_py() for each in found):
                 return plain  # a large data set is not copied into memory
         if self.local:
             rows = data.rows(name, kept)
@@ -251,12 +249,7 @@ class EmbeddedSource(Source):
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
-        return word_tokenizer(self.vocabulary(), self.pattern)
-
-    @classmethod
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token of the generated texts, without special tokens; `words`, unless overridden."""
-        return cls.words
+        return word_tokenizer(self.words, self.pattern)
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
@@ -276,7 +269,7 @@ CHUNK = 10_000  # rows that are converted to a table at a time
 IN_MEMORY = 50_000_000  # bytes of rows that are stored in memory; more rows are stored in a file
 
 
-def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
+def from_rows(rows: Rows) -> Dataset:
     """Return rows as a data set, with the place of each row in the column `place`.
 
     Up to `IN_MEMORY` bytes are stored in memory. More are stored in a temporary file, from which the system
@@ -290,22 +283,18 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
         UserError: the temporary file cannot be written.
     """
     first = next(rows)
-    text, other = pyarrow.string(), Json().pa_type
-    kinds = {name: text if isinstance(value, str) else other for name, value in first[1].items()}
-    schema = pyarrow.schema(kinds | {"place": text})
+    others = [name for name, value in first[1].items() if not isinstance(value, str)]
+    schema = pyarrow.schema(
+        {name: Json().pa_type if name in others else pyarrow.string() for name in (*first[1], "place")}
+    )
+
+    def stored(place: str, row: Row) -> Row:
+        return row | {name: json.dumps(row[name]) for name in others} | {"place": place}
 
     def tables() -> Iterator[pyarrow.Table]:
         every = chain([first], rows)
-        while chunk := [{**row, "place": place} for place, row in islice(every, CHUNK)]:
-            columns = []
-            for field in schema:
-                values = [row[field.name] for row in chunk]
-                if field.type == other:
-                    stored = pyarrow.array([json.dumps(value) for value in values], other.storage_type)
-                    columns.append(pyarrow.ExtensionArray.from_storage(other, stored))
-                else:
-                    columns.append(pyarrow.array(values, field.type))
-            yield pyarrow.Table.from_arrays(columns, schema=schema)
+        while chunk := [stored(*each) for each in islice(every, CHUNK)]:
+            yield pyarrow.Table.from_pylist(chunk, schema)
 
     made = tables()
     small: list[pyarrow.Table] = []
@@ -328,9 +317,7 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
     return Dataset.from_file(file)
 
 
-def numbered(
-    dataset: Dataset, name: str, columns: Collection[str] | None = None
-) -> Iterator[tuple[str, Row]]:
+def numbered(dataset: Dataset, name: str, columns: Collection[str] | None = None) -> Rows:
     """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b".
 
     Args:

@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -83,16 +83,12 @@ class Task:
         self.special = tuple(end_tokens(self.tokenizer))
         self.declared = tuple(token for token in self.ends if token in self.special)
         self.stripped = (self.tokenizer.eos_token, *_END_TEXTS, *self.ends)  # at the end of stored responses
-        self._examples = lru_cache(maxsize=4)(self._tokenized)
+        self._examples = cache(self._tokenized)
         self._counts: dict[tuple[str, Data], _Counts] = {}
-
-    @cached_property
-    def _train(self) -> Dataset:
-        return self._examples("train", self.data)
 
     def __len__(self) -> int:
         """Return the number of training examples whose prompt is not too long."""
-        return len(self._train)
+        return len(self.examples("train"))
 
     def fingerprint(self) -> str:
         """Return a hash (16 hex digits) of the training examples and the vocabulary.
@@ -100,7 +96,8 @@ class Task:
         The hash covers row numbers, texts and completions of the examples.
         """
         digest = xxhash.xxh3_64(vocabulary(self.tokenizer.get_vocab()).encode())
-        for rows in self._train.remove_columns("ids").iter(1000):  # texts and vocabulary determine the ids
+        examples = self.examples("train").remove_columns("ids")  # texts and vocabulary determine the ids
+        for rows in examples.iter(1000):
             digest.update(json.dumps(rows, sort_keys=True).encode())
         return digest.hexdigest()
 
@@ -119,16 +116,17 @@ class Task:
         The examples of a mixture are those of `mixed_order`: some are missing, others repeated.
         """
         if self.shares:
-            return mixed_order(np.asarray(self._train["part"]), list(self.shares.values()), self.seed, epoch)
+            parts = np.asarray(self.examples("train")["part"])
+            return mixed_order(parts, list(self.shares.values()), self.seed, epoch)
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
     def rows(self) -> np.ndarray:
         """Return the row in the data set (`Prompts.index`) of each training example."""
-        return np.asarray(self._train["index"])
+        return np.asarray(self.examples("train")["index"])
 
     def batch(self, positions: list[int]) -> Prompts:
         """Return the training examples at `positions`."""
-        return self._batch(self._train[positions])
+        return self._batch(self.examples("train")[positions])
 
     def held_out(
         self, count: int, split: str = "validation", data: Data | None = None, warn: bool = False
@@ -169,7 +167,7 @@ class Task:
 
     def counts(self, split: str) -> _Counts:
         """Return the counts of a split, whose examples have the content of training examples."""
-        self._examples(split, self.data)
+        self.examples(split)
         return self._counts[split, self.data]
 
     def examples(self, split: str) -> Dataset:
@@ -735,15 +733,13 @@ def _without_repeated_prompts(pairs: Dataset, train: Dataset, names: list[str], 
     def rows_of(columns: Mapping[str, list]) -> Iterator[tuple]:
         return zip(columns.get("part") or repeat(0), *(columns[name] for name in names), strict=False)
 
-    total: Counter[int] = Counter()
-    found: Counter[int] = Counter()
+    found = defaultdict[Any, list[bool]](list)  # part -> whether each of its rows repeats the prompt
     for columns in train.select_columns(
         [name for name in (*names, "part") if name in train.column_names]
     ).iter(1000):
         for part, prompt, *responses in rows_of(columns):
-            total[part] += 1
-            found[part] += repeats(prompt, responses)
-    parts = {part for part in total if found[part] >= _REPEATED * total[part]}
+            found[part].append(repeats(prompt, responses))
+    parts = {part for part, rows in found.items() if sum(rows) >= _REPEATED * len(rows)}
     if not parts:
         return pairs
     changed = 0

@@ -87,16 +87,13 @@ class _Level:
     """The settings of a difficulty."""
 
     subreddits: int  # number of subreddits, the first of FOCUS
-    slots: tuple[str, ...]  # slots of a post
+    slots: list[str]  # slots of a post
     values: int  # number of values of each slot
     distractors: int  # distractors in a post
     filler: int  # filler sentences in a post
 
 
-LEVELS = {
-    Difficulty(name): _Level(**{**level, "slots": tuple(level["slots"])})
-    for name, level in _TEXTS["levels"].items()
-}
+LEVELS = {Difficulty(name): _Level(**level) for name, level in _TEXTS["levels"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +116,9 @@ class _Post:
 def fill(template: str, value: str) -> str:
     """Return `template` with `_` replaced by `value`."""
     return template.replace("_", value)
+
+
+_TITLED = {fill(slot.title, value): slot.name for slot in SLOTS for value in slot.values}  # title -> slot
 
 
 def make_post(rng: random.Random, level: _Level) -> _Post:
@@ -237,12 +237,8 @@ def _fact_pattern(slot: _Slot) -> re.Pattern[str]:
 def read_facts(query: str) -> dict[str, str]:
     """Return the facts that the post in a prompt states: slot -> value."""
     post = " ".join(query.partition("POST:")[2].split())
-    facts = {}
-    for slot in SLOTS:
-        match = _fact_pattern(slot).search(post)
-        if match:
-            facts[slot.name] = next(value for value in match.groups() if value)
-    return facts
+    found = {slot.name: _fact_pattern(slot).search(post) for slot in SLOTS}
+    return {name: next(filter(None, match.groups())) for name, match in found.items() if match}
 
 
 def fact_weights(query: str, names: list[str]) -> dict[str, float]:
@@ -266,13 +262,7 @@ def fact_weights(query: str, names: list[str]) -> dict[str, float]:
 
 def title_slot(query: str) -> str | None:
     """Return the slot whose fact is the title of the post in a prompt, or None."""
-    title = query.partition("TITLE:")[2].split("\n")[0].strip()
-    for slot in SLOTS:
-        before, _, after = slot.title.partition("_")
-        value = title.removeprefix(before).removesuffix(after)
-        if value in slot.values and title == fill(slot.title, value):
-            return slot.name
-    return None
+    return _TITLED.get(query.partition("TITLE:")[2].split("\n")[0].strip())
 
 
 def _value_credit(slot: _Slot, stated: str, fact: str) -> float:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,10 +25,13 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return N token lists as prompt_ids (int64) and prompt_mask (bool), both [N, P], padded on the left."""
     lengths = torch.tensor([len(row) for row in ids])
     width = int(lengths.max())
-    prompt_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)
-    for row, tokens in enumerate(ids):
-        prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens, dtype=torch.int64)
-    return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
+    rows = [[*[pad_id] * (width - len(row)), *row] for row in ids]
+    return torch.tensor(rows, dtype=torch.int64), torch.arange(width) >= width - lengths[:, None]
+
+
+def padded(rows: Sequence[Sequence[Any]], width: int, fill: float, dtype: torch.dtype) -> Tensor:
+    """Return rows of at most `width` numbers as a tensor [R, width], padded on the right with `fill`."""
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def prompt_tokens(
@@ -104,11 +106,9 @@ def encode_completions(
         Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
         Of episodes, also with environment_mask.
     """
-    count, samples = len(completions), len(completions[0])
+    count, samples = len(prompts), len(completions[0])
     texts = [text for row in completions for text in row]
-    assert count == len(prompts) and len(texts) == count * samples, (
-        "every prompt must have the same number of texts"
-    )
+    assert len(texts) == count * samples, "every prompt must have the same number of texts"
     episodes = [[text] if isinstance(text, str) else text for text in texts]
     ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
     before = [prompt for prompt in prompts.texts for _ in range(samples)]
@@ -130,11 +130,8 @@ def encode_completions(
         sampled.append(own)
     limit = max(map(len, encoded)) if response_length is None else response_length
     width = min(limit, max(map(len, encoded)))
-    response_ids = torch.full((len(texts), width), tokenizer.pad_token_id, dtype=torch.int64)
-    response_mask = torch.zeros(len(texts), width, dtype=torch.bool)
-    for row, (ids, own) in enumerate(zip(encoded, sampled, strict=True)):
-        response_ids[row, : len(ids)] = torch.tensor(ids[:limit], dtype=torch.int64)
-        response_mask[row, : len(ids)] = torch.tensor(own[:limit])
+    response_ids = padded([ids[:limit] for ids in encoded], width, tokenizer.pad_token_id, torch.int64)
+    response_mask = padded([own[:limit] for own in sampled], width, False, torch.bool)
     lengths = torch.tensor([len(ids) for ids in encoded])
     written = (torch.arange(width)[None, :] < lengths[:, None]) & ~response_mask
     return prompts.extend(
@@ -181,13 +178,11 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.context: _Ids = []  # tokens before a piece that is decoded
-        self.before = ""  # their text
-        for text in _CONTEXTS:
-            ids = self._plain([text])[0]
-            if (written := self._text(ids)).endswith(text):  # some tokenizers write a space before each text
-                self.context, self.before = ids, written
-                break
+        written = ((ids, self._text(ids)) for ids in self._plain(list(_CONTEXTS)))
+        # Some tokenizers write a space before each text
+        usable = (each for each, text in zip(written, _CONTEXTS, strict=True) if each[1].endswith(text))
+        self.context, self.before = next(usable, (_Ids(), ""))  # tokens before a decoded piece; their text
+        self.specials = [str(each) for each in tokenizer.added_tokens_decoder.values() if str(each)]
         self.bare = _without_prefix(tokenizer.backend_tokenizer)
         # Every piece is decoded alone exactly as behind another text, and encoded so, too
         self.simple = self.bare is None and self._keeps(self._plain)
@@ -198,11 +193,9 @@ class Pieces:
         heads, rests = self.apart(texts)
         found = self._plain(heads)
         for row, (text, prompt) in enumerate(zip(heads, before, strict=True)):
-            if not text or self.simple:
-                continue
-            if not self.exact:
+            if text and not self.exact:
                 found[row] = self._best(text, prompt, found[row])
-            elif self.bare is not None and self._text(self.context + found[row]) != self.before + text:
+            elif text and self.bare is not None and self.read(found[row]) != text:
                 found[row] = self._bare([text])[0]
         return [ids + rest for ids, rest in zip(found, rests, strict=True)]
 
@@ -248,10 +241,8 @@ class Pieces:
 
     def _candidates(self, text: str, ids: _Ids, start: _Ids, whole: _Ids) -> Iterator[_Ids]:
         yield ids
-        if whole[: len(start)] == start:
-            yield whole[len(start) :]
-        for marker in _CONTEXTS:
-            first, both = self._plain([marker, marker + text])
+        others = (self._plain([marker, marker + text]) for marker in _CONTEXTS)
+        for first, both in chain([[start, whole]], others):
             if both[: len(first)] == first:
                 yield both[len(first) :]
         if self.bare is not None:
@@ -260,14 +251,10 @@ class Pieces:
     def _tail(self, prompt: str) -> str:
         """Return the end of a prompt: behind its last special token, and from the start of a word on."""
         tail = prompt[-_TAIL:]
-        for token in self._specials:
+        for token in self.specials:
             tail = tail.rpartition(token)[2]
         head, space, rest = tail.partition(" ")
         return rest if space and rest.strip() and len(tail) == _TAIL else tail
-
-    @cached_property
-    def _specials(self) -> list[str]:
-        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token)]
 
     def _plain(self, texts: list[str]) -> list[_Ids]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -287,46 +274,30 @@ class Pieces:
         )
 
 
-def _without_prefix(core: Any) -> Any | None:
-    """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway.
-
-    Args:
-        core: a `tokenizers.Tokenizer`.
-    """
-    normalizer, before = _state(core.normalizer), _state(core.pre_tokenizer)
-    changed_normalizer, changed_before = _unprefixed(normalizer), _unprefixed(before)
-    if changed_normalizer == normalizer and changed_before == before:
+def _without_prefix(core: Tokenizer) -> Tokenizer | None:
+    """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway."""
+    parts = {"normalizer": core.normalizer, "pre_tokenizer": core.pre_tokenizer}
+    states = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    changed = {name: _unprefixed(state) for name, state in states.items()}
+    if changed == states:
         return None
-    bare = copy.deepcopy(core)
-    for name, state in (("normalizer", changed_normalizer), ("pre_tokenizer", changed_before)):
-        if state is not None:
-            part = copy.deepcopy(getattr(core, name))
-            part.__setstate__(json.dumps(state).encode())
-            setattr(bare, name, part)
-    return bare
+    return Tokenizer.from_str(json.dumps(json.loads(core.to_str()) | changed))
 
 
-def _state(part: Any | None) -> Any:
-    return None if part is None else json.loads(part.__getstate__())
+# Type of a normalizer or pre-tokenizer -> its settings without changes at the start of a text
+_UNPREFIXED: dict[str, Any] = {"Metaspace": {"prepend_scheme": "never"}, "Strip": {"strip_left": False}}
 
 
-def _unprefixed(state: Any) -> Any:
+def _unprefixed(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a normalizer or pre-tokenizer without its changes at the start of a text."""
-    if not isinstance(state, dict):
-        return state
-    changed = dict(state)
-    for name in ("normalizers", "pretokenizers"):
-        if name in state:
-            kept = [each for each in state[name] if each["type"] != "Prepend"]
-            changed[name] = [_unprefixed(each) for each in kept]
     if state["type"] == "Prepend":
         return {"type": "Sequence", "normalizers": []}
+    changed = state | _UNPREFIXED.get(state["type"], {})
+    for name in ("normalizers", "pretokenizers"):
+        if name in state:
+            changed[name] = list(map(_unprefixed, state[name]))
     if state.get("add_prefix_space"):
         changed["add_prefix_space"] = False
-    if state["type"] == "Metaspace":
-        changed["prepend_scheme"] = "never"
-    if state["type"] == "Strip":
-        changed["strip_left"] = False
     return changed
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, Rollouts
-from rlhf.core.errors import RunError, place_in_code
+from rlhf.core.errors import CommonError, place_in_code
 from rlhf.core.metrics import Metrics, of_scorer, selected
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine, Gradients
@@ -61,10 +61,8 @@ class Parts:
     phases: Phases = field(default_factory=Phases)  # what the run does now, for its progress display
 
 
-class Misuse(RunError):
-    """A loop called a verb where it would train wrongly, or returned too early; raised on all ranks."""
-
-    everywhere = True
+class Misuse(CommonError):
+    """A loop called a verb where it would train wrongly, or returned too early."""
 
 
 @dataclass(slots=True)

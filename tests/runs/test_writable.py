@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -31,10 +30,10 @@ def test_a_name_that_is_too_long_is_not_writable(tmp_path):
 
 
 def test_a_folder_without_permission_or_on_a_full_or_read_only_disk_is_not_writable(tmp_path, monkeypatch):
-    def refused(self: Path) -> None:  # root may write anywhere
+    def refused(*given: object) -> None:  # root may write anywhere
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(os, "mkdir", refused)
     for number in (errno.EACCES, errno.EROFS, errno.ENOSPC):
         assert unwritable(tmp_path / "run") == f"{os.strerror(number).lower()}: {tmp_path}"
     monkeypatch.undo()

@@ -41,10 +41,10 @@ def task_of(config: LocalConfig, data: Data) -> Task:
 def test_rows_in_a_file_give_the_same_prompts_in_the_same_order(config, data, monkeypatch):
     datasets.enable_caching()  # `rlhf.inspect` turns it off
     small = task_of(config, data)
-    assert not small._train.cache_files
+    assert not small.examples("train").cache_files
     monkeypatch.setattr(source, "IN_MEMORY", 3000)
     large = task_of(config, data)
-    files = large._train.cache_files
+    files = large.examples("train").cache_files
     assert files and source.scratch().name in files[0]["filename"], "tokens are in a file, too"
     assert large.fingerprint() == small.fingerprint() and len(large) == len(small)
     assert large.counts("train") == small.counts("train")

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf.models import forward
-from rlhf.models.forward import attention_of
+from rlhf.models.forward import KeysValues, attention_of
 from rlhf.models.modules import backbone, logit_scale
 
 log = logging.getLogger(__name__)
@@ -227,9 +227,7 @@ class RoomyLayer(DynamicLayer):
             whole[rows, :, :start] = 0
             whole[rows, :, start : self.prompt].unflatten(0, (-1, copies)).copy_(part[:, None])
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Append keys and values [B, heads, S, head size]; return views of all keys and values so far.
 
         If a CUDA graph has fixed the length, the views have the fixed length.
@@ -303,9 +301,7 @@ class _PartLayer(DynamicLayer):
         super().__init__()
         self.whole, self.first, self.copies = whole, first, copies
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Copy the keys and values [B, heads, P, head size] into `whole`, and return them unchanged."""
         self.whole.put(key_states, value_states, self.first, self.copies)
         return key_states, value_states

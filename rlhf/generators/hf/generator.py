@@ -25,7 +25,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.launched import derive, local_rank
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.generator import Generator, GeneratorContext, finished
+from rlhf.generators.generator import Generator, GeneratorContext, Update, finished
 from rlhf.generators.hf import decoding
 from rlhf.generators.hf.decoding import can_record
 from rlhf.generators.process import start
@@ -185,9 +185,7 @@ class HFSampler:
     model: PreTrainedModel
     made_by: HFSamplerFactory
 
-    def sample(
-        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
-    ) -> Rollouts:
+    def sample(self, prompts: Prompts, sampling: Sampling, update: Update | None = None) -> Rollouts:
         """Return K responses to each prompt; `update` may load weights before each forward pass."""
         # Autocast caches 16-bit copies of weights that require a gradient. Weights that change during a
         # request must not be cached.
@@ -220,7 +218,7 @@ def respond(
     prompts: Prompts,
     sampling: Sampling,
     settings: HFSettings,
-    update: Callable[[], int] | None = None,
+    update: Update | None = None,
     phases: Phases | None = None,
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.

@@ -18,11 +18,12 @@ import os
 import secrets
 import threading
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import State
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
@@ -30,9 +31,6 @@ from rlhf.core.machine import is_loopback
 from rlhf.generators.servers.process import LOAD, STATUS
 from rlhf.generators.vllm.sampler import FILES
 from rlhf.processes.signals import end_group
-
-if TYPE_CHECKING:
-    from starlette.datastructures import State
 
 _OPEN = ("/health", "/metrics", "/version", "/ping")  # they report, change nothing and need no key
 _GUARDED = ("/v1/rlhf/", "/inference/")
@@ -69,9 +67,8 @@ class Routes:
                 f"--host {args.host}"
             )
         app.include_router(router)
-        app.router.routes[:] = [
-            route for route in app.router.routes if getattr(route, "path", "").startswith((*_GUARDED, *_OPEN))
-        ]
+        kept, routes = (*_GUARDED, *_OPEN), app.router.routes
+        routes[:] = [route for route in routes if getattr(route, "path", "").startswith(kept)]
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads."""

@@ -43,16 +43,17 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.generator import Generator, GeneratorContext
+from rlhf.generators.generator import Generator, GeneratorContext, settle
 from rlhf.generators.process import annotated
 from rlhf.generators.servers.server import Gone, NoAnswer, Reply, Server, check, command, variables
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
-from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
+from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.processes.servers import Child
 from rlhf.terminal.console import say
 
 _ABORT_S = 0.2  # between two requests to end a response
+_SUMS = ("generator/restarts", "generator/requeued", "time/load_s")  # metrics
 
 
 class ServerPool(Generator):
@@ -81,8 +82,7 @@ class ServerPool(Generator):
         self.vocabulary, self.most_restarts, self.in_flight = vocabulary, restarts, in_flight
         self.failure: Exception | None = None
         self.version: int | None = None  # of the last load; the trainer's thread sets it
-        self.counts: Counter[str] = Counter()  # since the last call of `figures`
-        self.load_s = 0.0  # since the last call of `figures`
+        self.sums = dict.fromkeys(_SUMS, 0.0)  # since the last call of `figures`
         self.numbers = count()  # of responses
         self.requests: dict[Future[Rollouts], _Request] = {}  # that have no answer yet
         # In the thread of the pool:
@@ -168,10 +168,8 @@ class ServerPool(Generator):
 
     def figures(self) -> Metrics:
         """Return restarts, requests that were sent again, and seconds of loads since the last call."""
-        counts, self.counts = self.counts, Counter()
-        seconds, self.load_s = self.load_s, 0.0
-        sums = {name: float(counts[name]) for name in ("generator/restarts", "generator/requeued")}
-        return {name: Stat(value, 1.0, How.sum) for name, value in {**sums, "time/load_s": seconds}.items()}
+        sums, self.sums = self.sums, dict.fromkeys(_SUMS, 0.0)
+        return {name: Stat(value, 1.0, How.sum) for name, value in sums.items()}
 
     def close(self) -> None:
         """End all requests, the servers that the run started, and remove the weights."""
@@ -278,7 +276,7 @@ class ServerPool(Generator):
                 while (manifest := self._next(server)) is not None:
                     start = time.perf_counter()
                     await server.load(manifest, link)
-                    self.load_s += time.perf_counter() - start
+                    self.sums["time/load_s"] += time.perf_counter() - start
                     self._change()
                     self.tell()
                 await asyncio.wait([watch, server.broken, self.changed], return_when=asyncio.FIRST_COMPLETED)
@@ -302,8 +300,8 @@ class ServerPool(Generator):
             task.cancel()
         server.running, server.tokens, self.queue = {}, 0, deque(works)
         self.restarts += 1
-        self.counts["generator/restarts"] += 1
-        self.counts["generator/requeued"] += lost
+        self.sums["generator/restarts"] += 1
+        self.sums["generator/requeued"] += lost
         if self.restarts > self.most_restarts:
             log = f"; {server.child.output()}" if server.child else ""
             raise RunError(
@@ -399,7 +397,7 @@ class ServerPool(Generator):
                         f"(generator.restarts), but it {error}"
                     )
                 )
-            self.counts["generator/requeued"] += 1
+            self.sums["generator/requeued"] += 1
             self.queue.appendleft(work)
         except Exception as error:
             return server.breaks(error)
@@ -474,9 +472,9 @@ class _Request:
             )
         K = self.sampling.samples
         k = self.sampling.begun[i].sample if self.sampling.begun else i % K
-        given = sampling_parameters(self.sampling, int(self.prompts.index[i // K]), self.pool.settings)
-        given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
-        return _Work(next(self.pool.numbers), self, i, ids, given)
+        example = int(self.prompts.index[i // K])
+        given = sampling_parameters(self.sampling, example, self.pool.settings, k, turn)
+        return _Work(next(self.pool.numbers), self, i, ids, given | {"max_tokens": most})
 
     def begin(self) -> None:
         """Ask for all responses."""
@@ -524,12 +522,8 @@ class _Conversation(_Request):
 
     def run(self) -> None:
         """Play all episodes."""
-        try:
-            self.answer.set_result(self.play())
-        except BaseException as error:  # nobody else would see it
-            self.answer.set_exception(error)
-        finally:
-            self.pool.hold(self.version, -1)
+        settle(self.answer, self.play)
+        self.pool.hold(self.version, -1)
 
     def play(self) -> Rollouts:
         """Return the episodes as rollouts."""

@@ -100,9 +100,8 @@ class Server:
             self.url = self.child.start()
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         # A connection for each call: a server closes idle ones, and those of a call that failed
-        self.session = aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0, force_close=True)
-        )
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self.session = aiohttp.ClientSession(headers=headers, connector=connector)
         until = loop.time() + self.start_s
         while True:
             try:

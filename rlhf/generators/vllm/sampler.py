@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -27,7 +28,9 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
+from rlhf.generators.generator import Update
 from rlhf.generators.weights import Manifest, TransferError
+from rlhf.text.encoding import padded
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -184,9 +187,7 @@ class VLLMSampler:
                 "computed with older weights), but vLLM did not"
             )
 
-    def sample(
-        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
-    ) -> Rollouts:
+    def sample(self, prompts: Prompts, sampling: Sampling, update: Update | None = None) -> Rollouts:
         """Return K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
 
         Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
@@ -214,7 +215,7 @@ class VLLMSampler:
         self.sleep()
         return replace(rollouts, version=self.version, generate_s=time.perf_counter() - start)
 
-    def _respond(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
+    def _respond(self, prompts: Prompts, sampling: Sampling, update: Update | None) -> Rollouts:
         """Sample one reply for each sample."""
         # With in-flight updates, each sample by itself, as vLLM derives them
         samples = [None] if update is None else range(sampling.samples)
@@ -228,7 +229,7 @@ class VLLMSampler:
         by_token = [versions(each) for each in completions] if update is not None else None
         return rollouts_of(prompts, sampling, replies, by_token, self.settings)
 
-    def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
+    def _converse(self, prompts: Prompts, sampling: Sampling, update: Update | None) -> Rollouts:
         """Sample K episodes of each prompt. An episode does not wait for the replies of other episodes.
 
         The history of an episode is the prompt of its next reply; the prefix cache has the keys of most of
@@ -259,8 +260,7 @@ class VLLMSampler:
         """Return vLLM's sampling parameters for a sample of a prompt; None: K samples, k with `seed` + k."""
         from vllm import SamplingParams
 
-        given = sampling_parameters(sampling, example, self.settings)
-        given["seed"] = seed_of(given["seed"], sample or 0, turn)
+        given = sampling_parameters(sampling, example, self.settings, sample or 0, turn)
         return SamplingParams(n=sampling.samples if sample is None else 1, flat_logprobs=True, **given)
 
     def sleep_level(self) -> int:
@@ -419,7 +419,7 @@ def serve(
     llm: LLM,
     source: Callable[[bool], Iterable[Request]],
     sink: Callable[[int, Any], None],
-    update: Callable[[], int] | None,
+    update: Update | None,
 ) -> None:
     """Let vLLM sample all requests of a source. After an error, vLLM has none of them.
 
@@ -504,34 +504,28 @@ def next_sequences(waiting: deque[Request], count: float, tokens: float, longest
     return found
 
 
-def sampling_parameters(sampling: Sampling, example: int, settings: VLLMFactory) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for the samples of a prompt; sample k uses the seed + k.
+def sampling_parameters(
+    sampling: Sampling, example: int, settings: VLLMFactory, sample: int = 0, turn: int = 0
+) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for a reply; the seed of sample k is that of sample 0, plus k.
 
     Args:
         sampling: the settings of the request.
         example: the row of the prompt in the data.
         settings: the tokens that end a response, and the seed of the run.
+        sample: the number of the sample, from 0; of several samples in one request, the first.
+        turn: the number of the reply in its episode, from 0.
     """
+    seed = derive(settings.seed, "sample", sampling.purpose, sampling.request, example)
     return {
         "temperature": sampling.temperature,
         "max_tokens": sampling.response_length,
         "stop_token_ids": list(settings.stop_ids),
         "ignore_eos": True,  # stop only at stop_token_ids, not at the end token of the model's config
-        "seed": derive(settings.seed, "sample", sampling.purpose, sampling.request, example),
+        "seed": derive(seed, sample, turn) if turn else seed + sample,
         "logprobs": 0,  # log-probs of the sampled token only
         "detokenize": False,
     }
-
-
-def seed_of(seed: int, sample: int, turn: int) -> int:
-    """Return the seed of a reply of an episode; the first one has that of a response.
-
-    Args:
-        seed: of `sampling_parameters`.
-        sample: the number of the sample, from 0.
-        turn: the number of the reply, from 0.
-    """
-    return derive(seed, sample, turn) if turn else seed + sample
 
 
 def rollouts_of(
@@ -550,23 +544,20 @@ def rollouts_of(
         versions: of the weights that sampled each of their tokens; None: the tokens have no versions.
         settings: the tokens that end a reply, and the token of padding.
     """
-    shape = len(prompts), sampling.samples, sampling.response_length
-    lengths = torch.tensor([len(reply[0]) for reply in replies])
-    mask = (torch.arange(shape[-1]) < lengths[:, None]).view(shape)
-    ids, logprobs = torch.full(shape, settings.pad_id), torch.zeros(shape)
-    ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
-    logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
-    token_versions = None
-    if versions is not None:
-        token_versions = torch.zeros(shape, dtype=torch.int64)
-        token_versions[mask] = torch.tensor([version for each in versions for version in each])
+    N, K, T = len(prompts), sampling.samples, sampling.response_length
+
+    def table(rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        return padded(rows, T, fill, dtype).view(N, K, T)
+
+    ids = table([reply[0] for reply in replies], settings.pad_id, torch.int64)
+    mask = table([[True] * len(reply[0]) for reply in replies], False, torch.bool)
     return prompts.extend(
         Rollouts,
         response_ids=ids,
         response_mask=mask,
-        behaviour_logprobs=logprobs,
+        behaviour_logprobs=table([reply[1] for reply in replies], 0.0, torch.float32),
         ended=(mask & torch.isin(ids, torch.tensor(settings.stop_ids))).any(-1),
-        token_versions=token_versions,
+        token_versions=None if versions is None else table(versions, 0, torch.int64),
     )
 
 
