@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.json:
             rewards = "" if again.header["rewards"] else ", rewards"
             show(f"taken from the file: prompts, responses, log-probs of sampler and reference{rewards}")
-        elsewhere = given.header.get("machine") != again.header["machine"]
-        raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
+        raise SystemExit(report(differences(given, again, row, whole=False), options.json))
 
 
 if __name__ == "__main__":

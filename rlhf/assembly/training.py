@@ -336,7 +336,7 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerFast,
     ranks: Ranks,
     judgements: Path | None = None,
-    asks: bool = True,
+    used: dict[str, Any] | None = None,
 ) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`.
 
@@ -345,7 +345,7 @@ def build_scorer(
         at: the key of the section.
         tokenizer: the policy's tokenizer.
         ranks: the ranks of the run.
-        judgements, asks: see `ScorerContext`.
+        judgements, used: see `ScorerContext`.
     """
     conversational = build_source(cfg).conversational
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
@@ -368,7 +368,7 @@ def build_scorer(
             tie_tolerance=cfg.tie_tolerance(section),
             response_length=cfg.generator.response_length,
             judgements=judgements,
-            asks=asks,
+            used=used,
         )
         return make(section, context)
 

@@ -93,7 +93,7 @@ def test_the_answers_of_a_judge_are_in_the_bundle_and_no_judge_is_asked(recorded
     monkeypatch.setattr(socket, "socket", None)
     monkeypatch.setattr("rlhf.scorers.judge.JudgeScorer.post", None)
     assert found(file, only="rewards") == []
-    assert load(file).tensors["file/judgements/scorer.jsonl"].numel()
+    assert load(file).tensors["file/answers.jsonl"].numel()
 
 
 # -- changes of the code
