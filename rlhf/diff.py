@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(report([], options.json))
             if not options.json:
                 show(f"the first update with other metrics: {first}")
-        raise SystemExit(report(differences(*map(load, files)), options.json))
+        a, b = map(load, files)
+        raise SystemExit(report(differences(a, b), options.json))
 
 
 if __name__ == "__main__":

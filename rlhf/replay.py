@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with with_flags("replay", arguments) as options:
         if not options.json:
             say_loading()
-        from rlhf.referee.replay import differences, load, replay, report, row_of
+        from rlhf.referee.replay import differences, load, replay, report
 
         given = load(options.bundle)
-        row = row_of(given, options.prompt)
+        row = None if options.prompt is None else options.prompt - 1
         again = replay(given, options.only, row, options.trust)
         if not options.json:
             rewards = "" if again.header["rewards"] else ", rewards"

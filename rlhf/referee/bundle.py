@@ -102,8 +102,7 @@ class Tape:
     def stepped(self, minibatch: Batch, metrics: Metrics) -> None:
         """Note the prompts of an optimizer step, and its metrics."""
         self.tensors[f"{self.at}/rows"] = _rows(minibatch)
-        values = {name: stat.value() for name, stat in metrics.items()}
-        self.header["steps"].append({name: value for name, value in values.items() if value is not None})
+        self.header["steps"].append({name: stat.value() for name, stat in metrics.items()})
 
     @property
     def at(self) -> str:
@@ -133,7 +132,7 @@ def _rows(batch: Batch) -> Tensor:
 
 
 class TapedSession(Session):
-    """The session of a repeated run: it records one update, then ends; it evaluates and saves nothing.
+    """The session of a repeated run: it records one update, then ends, without evaluations and checkpoints.
 
     Args:
         tape: gets what the update computes.
@@ -145,6 +144,7 @@ class TapedSession(Session):
     def __init__(self, tape: Tape, update: int, weights: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.tape, self.recorded, self.weights = tape, update - 1, weights
+        self.schedule = replace(self.schedule, eval_every=0.0, save_every=0.0)  # they change no update
 
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with credit; note both, and the state of the run before the update."""
@@ -176,13 +176,6 @@ class TapedSession(Session):
         if self.state.update > self.recorded:
             self.tape.header["after"] = digest(self.parts.engine)
             raise Recorded
-
-    def evaluate(self) -> None:
-        """Evaluate nothing: an evaluation changes no update."""
-        self.state.unevaluated = False
-
-    def save(self) -> None:
-        """Write no checkpoint."""
 
 
 def digest(engine: Engine) -> str:
@@ -267,7 +260,7 @@ def rescored(
         answers: the file with the answers of all judges.
     """
     used: dict[str, Row] = {}
-    scorer = build_scorer(cfg, "scorer", tokenizer, ALONE, answers, used)
+    scorer = build_scorer(cfg, "scorer", tokenizer, ALONE, judgements=answers, used=used)
     assert scorer is not None, "validated: training needs a scorer"
     rollouts = Rollouts(**{each.name: getattr(batch, each.name) for each in fields(Rollouts)})
     return scorer(rollouts), used

@@ -29,7 +29,7 @@ from rlhf.config import algorithms as algos
 from rlhf.config.generators import HFConfig
 from rlhf.config.models import Device
 from rlhf.config.root import Config
-from rlhf.config.schema import content, data_file, plain, sections, value_at
+from rlhf.config.schema import content, data_file, plain, value_at
 from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
 from rlhf.core.batch import Batch
@@ -65,18 +65,6 @@ def load(path: Path) -> BatchFile:
     if file.header.get("kind") != "bundle":
         raise UserError(f"{path} must be a bundle, got a batch file; write one with: rlhf bundle <run>")
     return file
-
-
-def row_of(file: BatchFile, prompt: int | None) -> int | None:
-    """Return the row of a prompt, from 1, of the batch of a bundle.
-
-    Raises:
-        UserError: the batch has no such prompt.
-    """
-    count = len(file.tensors.get("batch/index", ()))
-    if prompt is not None and not 1 <= prompt <= count:
-        raise UserError(f"--prompt must be from 1 to {count}, got {prompt}")
-    return None if prompt is None else prompt - 1
 
 
 def malformed(error: Exception) -> UserError | None:
@@ -116,10 +104,7 @@ def batch_in(file: BatchFile, *stages: str) -> Batch:
     for stage in stages:
         for name, x in file.below(stage).items():
             field, _, key = name.partition(".")
-            if key:
-                values.setdefault(field, {})[key] = x
-            else:
-                values[field] = x
+            values[field] = {**values.get(field, {}), key: x} if key else x
     return Batch(**values)
 
 
@@ -159,10 +144,7 @@ def kept(cfg: Config, folder: Path, limits: list[int | None]) -> Config:
             if getattr(judge, name) is not None:
                 setattr(judge, name, str(folder / f"{at}.{name}"))
     same: dict[str, Any] = {name: getattr(cfg, name) for name in used}
-    made = Config(**same, generator=HFConfig(**sampler), task=task).with_(changes)
-    if problems := [text for at, each in sections(made) for text in each.problems(at)]:
-        raise UserError(*problems)
-    return made
+    return Config(**same, generator=HFConfig(**sampler), task=task).with_(changes)
 
 
 def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bool = False) -> BatchFile:
@@ -171,11 +153,11 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
     Args:
         file: the bundle.
         only: "rewards" or "update"; empty: both.
-        prompt: the row of the only prompt whose rewards are computed; None: all.
+        prompt: the row of the only prompt whose rewards are computed, from 0; None: all.
         trust: whether settings of the bundle may name code and addresses.
 
     Raises:
-        UserError: the bundle is malformed, lacks weights or texts, or names what must be trusted.
+        UserError: the bundle is malformed, lacks weights, texts or the prompt, or names what must be trusted.
     """
     quieten_libraries()
     head = file.header
@@ -183,12 +165,13 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
         folder = Path(scratch)
         unpack(file, folder)
         cfg, batch, tape = config_of(file, folder), batch_in(file, "batch"), Tape(folder)
+        if prompt is not None and not 0 <= prompt < len(batch):
+            raise UserError(f"--prompt must be from 1 to {len(batch)}, got {prompt + 1}")
         kinds = {each.name for _, each in scorers(cfg.scorer)}
         scores = only != "update" and "texts" in head["batch"] and not kinds & {"reward_model", "none"}
         if only == "rewards" and not scores:
             raise UserError("--only rewards needs texts and a scorer other than a reward model in the bundle")
-        if not scores:
-            cfg = cfg.with_({"scorer": NoScorerConfig()})
+        cfg = cfg if scores else cfg.with_({"scorer": NoScorerConfig()})
         if not trust and (found := [*refused(cfg)]):
             raise UserError(*found)
         cfg = kept(cfg, folder, head["limits"])
@@ -239,11 +222,11 @@ HALF = 1e3  # factor of these bounds with 16 bits
 SHOWN = 8  # names of quantities after the first one
 
 
-Quantity = tuple[str, Any, Any]  # its name, and what each of two bundles has: tensor, number, digest, or None
+def quantities(a: BatchFile, b: BatchFile) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each quantity, and what two bundles have of it, in the order of the computation.
 
-
-def quantities(a: BatchFile, b: BatchFile) -> Iterator[Quantity]:
-    """Yield the quantities of two bundles, in the order of the computation."""
+    A quantity is a tensor, a number, or a digest; None: a bundle does not have it.
+    """
     yield "weights before the update", a.header.get("before"), b.header.get("before")
     order = [each.name for each in fields(Batch)]
     earlier: dict[str, Tensor] = {}
@@ -253,7 +236,8 @@ def quantities(a: BatchFile, b: BatchFile) -> Iterator[Quantity]:
             label = _CLAIMS["names"].get(name, name) + " of the trained responses" * (name in earlier)
             yield label, mine.get(name), others.get(name)
         earlier = mine | others
-    for at, (x, y) in enumerate(zip_longest(a.header["steps"], b.header["steps"], fillvalue={}), 1):
+    both = zip_longest(a.header["steps"], b.header["steps"], fillvalue=dict[str, Any]())
+    for at, (x, y) in enumerate(both, 1):
         mine, others = a.below(f"step{at}"), b.below(f"step{at}")
         for name in sorted(mine | others, key=lambda name: (name.endswith("_grads"), name != "rows", name)):
             yield f"step {at}: {name}", mine.get(name), others.get(name)
@@ -348,8 +332,10 @@ def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int | None, lis
     if not (both := sorted(a.keys() & b.keys())):
         raise UserError(f"{runs[0].path} and {runs[1].path} must have rows of the same updates, got none")
     first = next((update for update in both if a[update] != b[update]), None)
-    files = [] if first is None else [folder / f"{name}.safetensors" for name in "ab"]
-    for run, file in zip(runs, files, strict=False):
+    if first is None:
+        return None, []
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    for run, file in zip(runs, files, strict=True):
         bundle(run, first, file, weights=False)
     return first, files
 
@@ -469,10 +455,10 @@ def token_table(file: BatchFile, step: int, sample: int) -> DataFrame:
         tokenizer = read_tokenizer(str(Path(scratch) / "tokenizer"), key="tokenizer")
         row, k = int(rows[(sample - 1) // count]), (sample - 1) % count
         sampler, now, real = batch.behaviour_logprobs, own["logprobs"], batch.real[row, k]
+        gap = None if sampler is None else now - sampler
         columns = {"token": batch.response_ids, "mask": batch.response_mask, "sampler": sampler}
-        columns |= {"trainer": now, "mismatch": None if sampler is None else now - sampler}
-        columns |= {"advantage": batch.advantages, "gradient": own["logprob_grads"]}
-        columns |= {"version": batch.token_versions}
+        columns |= {"trainer": now, "mismatch": gap, "advantage": batch.advantages}
+        columns |= {"gradient": own["logprob_grads"], "version": batch.token_versions}
         shown = {name: x[row, k][real].tolist() for name, x in columns.items() if x is not None}
         table = DataFrame(shown, index=(real.nonzero()[:, 0] + 1).tolist())
         table["token"] = [printable(str(tokenizer.decode([token]))) for token in shown["token"]]

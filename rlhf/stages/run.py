@@ -192,8 +192,7 @@ def _stream(cfg: Config, parts: Parts, saved: Any, state: TrainState) -> Rollout
         refill=parts.refill,
         saved=saved,
     )
-    stream: RolloutStream = make(cfg.clock, context)
-    return stream
+    return make(cfg.clock, context)
 
 
 def _train(session: Session, cfg: Config, folder: RunFolder) -> None:

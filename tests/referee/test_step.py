@@ -40,7 +40,9 @@ def test_a_step_that_a_bundle_does_not_have_is_a_mistake(recorded):
         batch_file(load(recorded()), 3)
 
 
-def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(recorded, tmp_path, monkeypatch, capsys):
+def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(
+    recorded, tmp_path, monkeypatch, capsys
+):
     batch = load(recorded())
     row = int(batch.tensors["step2/rows"][1])
     table = token_table(
