@@ -81,8 +81,9 @@ class Tape:
         machine = [device, *gpu, processor(), torch.backends.cpu.get_cpu_capability()]
         self.header["machine"] = [*machine, *(versions()[name] for name in names), torch.get_num_threads()]
         self.header |= {"before": digest(engine), "limits": [limits.sequences, limits.tokens]}
-        self.tokenizer, start = engine.tokenizer, str(engine.module.model.name_or_path)
-        self.header |= {"pad_id": self.tokenizer.pad_token_id, "eos_ids": stop_ids(self.tokenizer, [start])}
+        self.tokenizer, start = engine.tokenizer, engine.module.model.name_or_path  # "": random weights
+        ends = stop_ids(self.tokenizer, [start] if start else [])
+        self.header |= {"pad_id": self.tokenizer.pad_token_id, "eos_ids": ends}
         engine.watch = self.watch
 
     def credit(self, objective: Objective, batch: Batch) -> Batch:
@@ -271,7 +272,7 @@ def save_answers(cfg: Config, tape: Tape, judgements: Path) -> None:
     asked = {at: judge for at, judge in judges(cfg).items() if at.startswith("scorer")}
     if not asked or cfg.scorer.reads_reward:
         return
-    for file in judgements.parent.glob("scorer*.jsonl"):  # one for each judge and process
+    for file in sorted(judgements.parent.glob("scorer*.jsonl")):  # one for each judge and process
         append(judgements.with_name(ANSWERS), answers_in(file))
     used = rescored(cfg, tape.batch, tape.tokenizer, judgements.with_name(ANSWERS))[1]
     append(tape.folder / ANSWERS, used.values())
