@@ -68,6 +68,10 @@ ALGORITHMS = [
 ]
 OTHERS = {
     "a judge asked ahead": ["scorer=judge", "scorer.model=m", "schedule.max_lag=1"],
+    "a judge in a sum": [
+        *("scorer=weighted", "+scorer@scorer.parts.facts=facts"),
+        *("+scorer@scorer.parts.judge=judge", "scorer.parts.judge.model=m"),
+    ],
     "lag": ["algo=dpo", "schedule.max_lag=1"],
     "replay buffer": ["algo=grpo", "schedule.replay=2"],
     "correction": ["algo=grpo", "schedule.max_lag=1", "correction=truncate"],
