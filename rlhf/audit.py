@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own = own_rows(options.mistakes) if options.mistakes else {}
         file = read(options.file)
         if file.header.get("kind") == "bundle":
-            from rlhf.referee.replay import as_page, batch_file, token_table
+            from rlhf.referee.replay import batch_file, token_table
 
             if options.sample is not None:
                 table = token_table(file, options.step, options.sample)
-                console.print(table)
+                show(table.to_string(line_width=console.width))
                 if options.html:
-                    options.html.write_text(as_page(table), encoding="utf-8")
+                    options.html.write_text(f"<meta charset=utf-8>{table.to_html()}", encoding="utf-8")
                 return
             file = batch_file(file, options.step)
         if options.ignore_claims:

@@ -27,13 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from rlhf.referee.bundle import bundle
 
         same = bundle(folder, update, out, not options.no_weights, not options.no_texts)
-        said = {
-            True: "repeated with the metrics of the run",
-            None: "repeated; metrics.jsonl has no row of it",
-        }
-        outcome = said.get(same, "repeated with OTHER metrics than those in metrics.jsonl")
+        known = {True: "with the metrics of the run", None: "which has no row in metrics.jsonl"}
+        outcome = known.get(same, "with OTHER metrics than those in metrics.jsonl")
         weights = "" if options.no_weights else " and weights"
-        show(f"{out}: update {update}, {outcome}; {out.stat().st_size / 2**20:.1f} MiB")
+        show(f"{out}: update {update}, repeated {outcome}; {out.stat().st_size / 2**20:.1f} MiB")
         show(f"the file contains the prompts and responses of the update{weights}")
 
 

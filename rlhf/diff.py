@@ -30,12 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if any(path.is_dir() for path in files):
             first, files = bundles_of([run_folder(str(path)) for path in files], Path(scratch))
             if first is None:
-                raise SystemExit(report([], False, options.json))
+                raise SystemExit(report([], options.json))
             if not options.json:
                 show(f"the first update with other metrics: {first}")
         a, b = map(load, files)
-        elsewhere = a.header.get("machine") != b.header.get("machine")
-        raise SystemExit(report(differences(a, b), elsewhere, options.json))
+        raise SystemExit(report(differences(a, b), options.json))
 
 
 if __name__ == "__main__":

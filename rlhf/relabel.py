@@ -279,7 +279,7 @@ def carry_out(cfg: Config, output: Path) -> None:
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
     warn(ranks.from_first(lambda: list(check_formats(cfg, task, judge=True))))
-    gold = build_scorer(cfg, "gold", tokenizer, ranks, work / "judgements" / "*.jsonl")
+    gold = build_scorer(cfg, "gold", tokenizer, ranks, judgements=work / "judgements" / "*.jsonl")
     assert gold is not None, "validated: the judge scores texts"
     splits, agreements = {}, {}
     for split in SPLITS:

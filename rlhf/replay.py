@@ -23,16 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with with_flags("replay", arguments) as options:
         if not options.json:
             say_loading()
-        from rlhf.referee.replay import differences, load, replay, report, row_of
+        from rlhf.referee.replay import differences, load, replay, report
 
         given = load(options.bundle)
-        row = row_of(given, options.prompt)
+        row = None if options.prompt is None else options.prompt - 1
         again = replay(given, options.only, row, options.trust)
         if not options.json:
             rewards = "" if again.header["rewards"] else ", rewards"
             show(f"taken from the file: prompts, responses, log-probs of sampler and reference{rewards}")
-        elsewhere = given.header.get("machine") != again.header["machine"]
-        raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
+        raise SystemExit(report(differences(given, again, row, whole=False), options.json))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def assemble(
     compile_blocks(engine, cfg, state.num_updates)
     generator = build_generator(cfg, engine, folder, ranks)
     ends.callback(generator.close)
-    scorer = build_scorer(cfg, "scorer", tokenizer, ranks, folder.judgements)
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks, judgements=folder.judgements)
     assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation", folder)
     if isinstance(evaluator, PolicyEvaluator) and cfg.eval.best_of:
@@ -262,7 +262,7 @@ class AnnotatorFactory:
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(models.build_device(self.cfg))
         tokenizer = models.build_tokenizer(cfg)
-        scorer = build_scorer(cfg, "scorer", tokenizer, alone, self.judgements)
+        scorer = build_scorer(cfg, "scorer", tokenizer, alone, judgements=self.judgements)
         assert scorer is not None, "validated: training needs a scorer"
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = models.build_reference(cfg, tokenizer, alone) if wanted else None
@@ -331,12 +331,7 @@ TEXT = "This is an example of a response."  # for data without reference respons
 
 
 def build_scorer(
-    cfg: Config,
-    at: str,
-    tokenizer: PreTrainedTokenizerFast,
-    ranks: Ranks,
-    judgements: Path | None = None,
-    asks: bool = True,
+    cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, **answers: Any
 ) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`.
 
@@ -345,7 +340,7 @@ def build_scorer(
         at: the key of the section.
         tokenizer: the policy's tokenizer.
         ranks: the ranks of the run.
-        judgements, asks: see `ScorerContext`.
+        answers: `judgements` and `used` of `ScorerContext`.
     """
     conversational = build_source(cfg).conversational
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
@@ -367,8 +362,7 @@ def build_scorer(
             parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
             response_length=cfg.generator.response_length,
-            judgements=judgements,
-            asks=asks,
+            **answers,
         )
         return make(section, context)
 
@@ -458,7 +452,7 @@ def build_evaluator(
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),
         generator,
-        build_scorer(cfg, "gold", tokenizer, ranks, folder.judgements),
+        build_scorer(cfg, "gold", tokenizer, ranks, judgements=folder.judgements),
         scorer if cfg.scores_completions else None,
         engine,
         tokenizer,

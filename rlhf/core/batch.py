@@ -23,8 +23,8 @@ move, trim and concatenate follow the declarations, so a new field needs only it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import chain
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.core.errors import UserError
 from rlhf.core.launched import derive
 
 Completion = str | list[str]  # a text; or an episode: a reply, messages, a reply, ..., a reply
@@ -256,50 +255,6 @@ class Batch(Rollouts):
             return x[rows, columns] if "K" in shape.dims else x
 
         return replace(self, **_mapped(taken, self))
-
-
-# A batch as tensors by name, for a file; those of a dict are `<field>/<key>`.
-
-
-def tensors_of(batch: Prompts) -> dict[str, Tensor]:
-    """Return all tensors of a batch by name, not copied."""
-    found: dict[str, Tensor] = {}
-    for name, value in batch.as_dict().items():
-        if isinstance(value, dict):
-            found |= {f"{name}/{key}": x for key, x in value.items()}
-        elif isinstance(value, Tensor):
-            found[name] = value
-    return found
-
-
-def batch_of(tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Batch:
-    """Return the batch with these tensors (see `tensors_of`) and these texts and numbers.
-
-    Names that no field has are ignored.
-
-    Raises:
-        UserError: a field is missing, or has other dimensions than it declares; it names all problems.
-    """
-    required = {each.name: each.default is MISSING for each in fields(Batch)}
-    values, sizes, problems = dict[str, Any](), dict[str, int](), list[str]()
-    for name, x in {**others, **tensors}.items():
-        field, _, key = name.partition("/")
-        if field not in required:
-            continue
-        dims, token_ids = _shapes(Batch).get(field, _Shape((), False))
-        size = list(x.shape) if isinstance(x, Tensor) else [len(x)] if isinstance(x, list) else []
-        known = [sizes.setdefault(dim, n) for dim, n in zip(dims, size, strict=False)]
-        wrong = len(size) != (len(dims) if isinstance(x, Tensor) else min(1, len(dims)))
-        if known != size or wrong or (token_ids and x.dtype != torch.int64):
-            problems.append(f"{name} must be [{' '.join(dims)}] with {sizes}, got {size}")
-        elif key:
-            values.setdefault(field, {})[key] = x
-        else:
-            values[field] = x
-    lacking = [name for name, needed in required.items() if needed and name not in values]
-    if lacking or problems:
-        raise UserError(*problems, *(f"{name} must be in the file, got no such field" for name in lacking))
-    return Batch(**values)
 
 
 def trim(batch: B) -> B:

@@ -15,7 +15,6 @@ The loop does not change: a session records what passes through the verbs that t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
@@ -35,28 +34,32 @@ from rlhf.assembly.training import build_scorer
 from rlhf.config.root import Config
 from rlhf.config.run import LoggersConfig, Progress, Resume
 from rlhf.config.scorers import judges
-from rlhf.core.batch import Batch, Outputs, Rollouts, tensors_of
+from rlhf.core.batch import Batch, Outputs, Rollouts
 from rlhf.core.errors import UserError
-from rlhf.core.files import append, read_lines
+from rlhf.core.files import append, flat, read_lines
 from rlhf.core.launched import RESULTS, __version__
 from rlhf.core.metrics import Metrics
 from rlhf.engines.engine import OPTIMIZER_FILE, Engine, full
-from rlhf.models.loading import save
+from rlhf.models.loading import save, stop_ids
 from rlhf.models.modules import Policy, is_adapted
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE
 from rlhf.referee.file import write
 from rlhf.runs.folder import RunFolder, complete_checkpoints, processor, versions
-from rlhf.scorers.judge import JudgeScorer, answers_in
-from rlhf.scorers.scorer import PartsScorer, Scorer
+from rlhf.scorers.judge import Row, answers_in
 from rlhf.stages.run import run
-from rlhf.training.session import Session, TokenLoss
+from rlhf.training.session import Session
 from rlhf.words.compose import load_config
 
-TEXTS = {"texts", "references", "dialogues", "tools", "records", "completions", "places"}
+ANSWERS = "answers.jsonl"  # of all judges that score the batch
 SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".jsonl", ".template", ".rubric"}
 # Metrics that differ between two equal runs; those of a judge say how often it was asked.
 VARYING = ("time/", "throughput/", "memory/", "judge/")
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors of a batch by name, not copied; those of a dict are `<field>.<key>`."""
+    return {name: x for name, x in flat(batch.as_dict()) if isinstance(x, Tensor)}
 
 
 class Recorded(BaseException):
@@ -78,7 +81,9 @@ class Tape:
         machine = [device, *gpu, processor(), torch.backends.cpu.get_cpu_capability()]
         self.header["machine"] = [*machine, *(versions()[name] for name in names), torch.get_num_threads()]
         self.header |= {"before": digest(engine), "limits": [limits.sequences, limits.tokens]}
-        self.tokenizer = engine.tokenizer
+        self.tokenizer, start = engine.tokenizer, engine.module.model.name_or_path  # "": random weights
+        ends = stop_ids(self.tokenizer, [start] if start else [])
+        self.header |= {"pad_id": self.tokenizer.pad_token_id, "eos_ids": ends}
         engine.watch = self.watch
 
     def credit(self, objective: Objective, batch: Batch) -> Batch:
@@ -98,8 +103,7 @@ class Tape:
     def stepped(self, minibatch: Batch, metrics: Metrics) -> None:
         """Note the prompts of an optimizer step, and its metrics."""
         self.tensors[f"{self.at}/rows"] = _rows(minibatch)
-        values = {name: stat.value() for name, stat in metrics.items()}
-        self.header["steps"].append({name: value for name, value in values.items() if value is not None})
+        self.header["steps"].append({name: stat.value() for name, stat in metrics.items()})
 
     @property
     def at(self) -> str:
@@ -129,7 +133,7 @@ def _rows(batch: Batch) -> Tensor:
 
 
 class TapedSession(Session):
-    """The session of a repeated run: it records one update, then ends; it evaluates and saves nothing.
+    """The session of a repeated run: it records one update, then ends, without evaluations and checkpoints.
 
     Args:
         tape: gets what the update computes.
@@ -141,6 +145,7 @@ class TapedSession(Session):
     def __init__(self, tape: Tape, update: int, weights: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.tape, self.recorded, self.weights = tape, update - 1, weights
+        self.schedule = replace(self.schedule, eval_every=0.0, save_every=0.0)  # they change no update
 
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with credit; note both, and the state of the run before the update."""
@@ -159,16 +164,11 @@ class TapedSession(Session):
                 save(engine.reference.model, engine.tokenizer, folder / "reference")
         return self.tape.credit(self.parts.objective, batch)
 
-    def forward_backward(self, minibatch: Batch, loss: Objective | TokenLoss | None = None) -> Metrics:
-        """Compute gradients, and keep the minibatch for `step`."""
-        self.minibatch = minibatch
-        return super().forward_backward(minibatch, loss)
-
     def step(self) -> Metrics:
         """Make an optimizer step, and note its metrics."""
-        metrics = super().step()
-        if self.state.update == self.recorded:
-            self.tape.stepped(self.minibatch, metrics)
+        found, metrics = self._gradients, super().step()
+        if found is not None and self.state.update == self.recorded:
+            self.tape.stepped(found.batch, metrics)
         return metrics
 
     def sync(self, batch: Batch) -> None:
@@ -177,13 +177,6 @@ class TapedSession(Session):
         if self.state.update > self.recorded:
             self.tape.header["after"] = digest(self.parts.engine)
             raise Recorded
-
-    def evaluate(self) -> None:
-        """Evaluate nothing: an evaluation changes no update."""
-        self.state.unevaluated = False
-
-    def save(self) -> None:
-        """Write no checkpoint."""
 
 
 def digest(engine: Engine) -> str:
@@ -222,19 +215,21 @@ def bundle(
     with TemporaryDirectory(dir=out.absolute().parent, prefix=".tmp-") as scratch:
         tape, copy = Tape(Path(scratch) / "files"), RunFolder(Path(scratch) / folder.path.absolute().name)
         before = [c for c in complete_checkpoints(folder.path) if int(c.name.partition("-")[2]) < update]
-        needed = (folder.config, folder.environment, folder.judgements.parent, *before[-1:])
-        others = {path.name for path in folder.path.iterdir()} - {path.name for path in needed}
-        top = str(folder.path)
-        shutil.copytree(top, copy.path, ignore=lambda at, names: others if at == top else set())
+        copy.path.mkdir()
+        for file in (folder.config, folder.environment):
+            shutil.copy(file, copy.path)
+        for part in filter(Path.is_dir, (folder.judgements.parent, *before[-1:])):
+            shutil.copytree(part, copy.path / part.name)
         try:
             with redirect_stdout(StringIO()):
                 run(cfg, copy, check=False, session=partial(TapedSession, tape, update, weights))
         except Recorded:
             again = updates_of(copy).get(update)
         if texts:
-            save_judgements(cfg, tape, copy.judgements)
+            save_answers(cfg, tape, copy.judgements)
         else:
-            tape.header["batch"] = {k: v for k, v in tape.header["batch"].items() if k not in TEXTS}
+            own = tape.header["batch"]
+            tape.header["batch"] = {name: x for name, x in own.items() if not isinstance(x, list)}
         for path in filter(Path.is_file, sorted(tape.folder.rglob("*"))):
             name, content = path.relative_to(tape.folder).as_posix(), bytearray(path.read_bytes())
             if permitted(name) and content:
@@ -247,45 +242,41 @@ def bundle(
 
 
 def permitted(name: str) -> bool:
-    """Return whether a bundle may contain a file: inside its folder, and of a kind that is never executed."""
-    path = PurePosixPath(name)
-    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
-    return inside and (path.suffix in SUFFIXES or name == OPTIMIZER_FILE)
+    """Return whether a bundle may contain a file: its kind is never executed."""
+    return PurePosixPath(name).suffix in SUFFIXES or name == OPTIMIZER_FILE
 
 
 # Rewards that are computed again, from the answers that judges gave.
 
 
 def rescored(
-    cfg: Config, batch: Batch, tokenizer: PreTrainedTokenizerFast, judgements: Path
-) -> tuple[Batch, Scorer]:
-    """Return the batch with rewards that are computed again, asking no judge, and the scorer."""
-    scorer = build_scorer(cfg, "scorer", tokenizer, ALONE, judgements, asks=False)
+    cfg: Config, batch: Batch, tokenizer: PreTrainedTokenizerFast, answers: Path
+) -> tuple[Batch, dict[str, Row]]:
+    """Return the batch with rewards that are computed again, asking no judge, and the answers that were used.
+
+    Args:
+        cfg: the config of the run.
+        batch: the batch.
+        tokenizer: the tokenizer of the policy.
+        answers: the file with the answers of all judges.
+    """
+    used: dict[str, Row] = {}
+    scorer = build_scorer(cfg, "scorer", tokenizer, ALONE, judgements=answers, used=used)
     assert scorer is not None, "validated: training needs a scorer"
     rollouts = Rollouts(**{each.name: getattr(batch, each.name) for each in fields(Rollouts)})
-    return scorer(rollouts), scorer
+    return scorer(rollouts), used
 
 
-def save_judgements(cfg: Config, tape: Tape, judgements: Path) -> None:
+def save_answers(cfg: Config, tape: Tape, judgements: Path) -> None:
     """Write the answers of judges that the batch on the tape needs, and the texts of their questions."""
-    used = [at for at in judges(cfg) if at.startswith("scorer")]
-    if not used or cfg.scorer.reads_reward:
+    asked = {at: judge for at, judge in judges(cfg).items() if at.startswith("scorer")}
+    if not asked or cfg.scorer.reads_reward:
         return
-    for at in used:  # also those of a process that scored ahead
-        rows = [row for file in judgements.parent.glob(f"{at}-*.jsonl") for row in answers_in(file)]
-        append(judgements.with_name(f"{at}.jsonl"), rows)
-    folder = tape.folder / "judgements"
-    folder.mkdir()
-    for judge in _judges_of(rescored(cfg, tape.batch, tape.tokenizer, judgements)[1]):
-        append(folder / f"{judge.at}.jsonl", judge.used.values())
+    for file in sorted(judgements.parent.glob("scorer*.jsonl")):  # one for each judge and process
+        append(judgements.with_name(ANSWERS), answers_in(file))
+    used = rescored(cfg, tape.batch, tape.tokenizer, judgements.with_name(ANSWERS))[1]
+    append(tape.folder / ANSWERS, used.values())
+    for at, judge in asked.items():
         for name in ("template", "rubric"):
-            if (file := getattr(judge.config, name)) is not None:
-                shutil.copy(Path(file).expanduser(), folder / f"{judge.at}.{name}")
-
-
-def _judges_of(scorer: Scorer) -> Iterator[JudgeScorer]:
-    """Yield the judges of which a scorer consists."""
-    if isinstance(scorer, JudgeScorer):
-        yield scorer
-    for part in scorer.parts.values() if isinstance(scorer, PartsScorer) else ():
-        yield from _judges_of(part)
+            if (text := getattr(judge, name)) is not None:
+                shutil.copy(Path(text).expanduser(), tape.folder / f"{at}.{name}")

@@ -12,19 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from enum import Enum
-from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
-from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from safetensors import SafetensorError
+from pandas import DataFrame
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -35,10 +29,10 @@ from rlhf.config import algorithms as algos
 from rlhf.config.generators import HFConfig
 from rlhf.config.models import Device
 from rlhf.config.root import Config
-from rlhf.config.schema import data_file, plain, sections, value_at, values
+from rlhf.config.schema import content, data_file, plain, value_at
 from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
-from rlhf.core.batch import Batch, batch_of, tensors_of
+from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError, UserError, explained, one_line
 from rlhf.core.formatting import printable, shortened
 from rlhf.core.metrics import selected
@@ -50,7 +44,7 @@ from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
 from rlhf.objectives.topr import TOPR
 from rlhf.processes.ranks import Ranks
 from rlhf.referee.audit import Finding
-from rlhf.referee.bundle import Tape, bundle, digest, permitted, rescored, updates_of
+from rlhf.referee.bundle import ANSWERS, Tape, bundle, digest, permitted, rescored, tensors_of, updates_of
 from rlhf.referee.file import BatchFile, checked, read
 from rlhf.runs.folder import RunFolder
 from rlhf.terminal.console import console, show
@@ -59,11 +53,6 @@ from rlhf.words.compose import load_config
 
 _CLAIMS: dict[str, Any] = data_file("rlhf.referee", "claims.yaml")
 _THREADS = 512  # most threads of a replay, whatever the file says
-# Any number or text of a bundle of others may be malformed, and no check knows all of them.
-MALFORMED = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
-    *(UnpicklingError, SafetensorError),
-)
 
 
 def load(path: Path) -> BatchFile:
@@ -78,21 +67,9 @@ def load(path: Path) -> BatchFile:
     return file
 
 
-def row_of(file: BatchFile, prompt: int | None) -> int | None:
-    """Return the row of a prompt, from 1, of the batch of a bundle.
-
-    Raises:
-        UserError: the batch has no such prompt.
-    """
-    count = len(file.tensors.get("batch/index", ()))
-    if prompt is not None and not 1 <= prompt <= count:
-        raise UserError(f"--prompt must be from 1 to {count}, got {prompt}")
-    return None if prompt is None else prompt - 1
-
-
 def malformed(error: Exception) -> UserError | None:
-    """Explain an error of the content of a bundle."""
-    if isinstance(error, UserError | RunError) or not isinstance(error, MALFORMED):
+    """Explain an error of the content of a bundle: any number or text in it may be wrong."""
+    if isinstance(error, UserError | RunError):
         return None
     got = shortened(one_line(error), 200)
     return UserError(f"the bundle must be one that rlhf.bundle of this version wrote, got {got}")
@@ -104,45 +81,48 @@ def unpack(file: BatchFile, folder: Path) -> None:
     Raises:
         UserError: one would be outside of the folder, or is of a kind that could be executed.
     """
-    for name, content in file.below("file").items():
-        path = folder / name
-        if not permitted(name):
+    for name, written in file.below("file").items():
+        path = (folder / name).resolve()
+        if folder.resolve() not in path.parents or not permitted(name):
             raise UserError(f"a bundle must contain files of models and judgements only, got {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.numpy().tobytes())
+        path.write_bytes(written.numpy().tobytes())
 
 
 def config_of(file: BatchFile, folder: Path) -> Config:
-    """Return the config of a bundle, written to a folder; no interpolation is resolved."""
+    """Return the config of a bundle without gold scorer, through a file in `folder`; nothing is resolved."""
     if "${" in (text := file.header["config"]):
         raise UserError("the config of a bundle must have values only, got an interpolation ${...}")
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    return load_config(folder / "config.yaml")
+    return load_config(folder / "config.yaml").with_({"gold": NoScorerConfig()})
 
 
 def batch_in(file: BatchFile, *stages: str) -> Batch:
     """Return the batch of the tensors below a stage; those of later stages replace others."""
-    tensors = {name: x for stage in stages for name, x in file.below(stage).items()}
-    missing = dict.fromkeys(("texts", "references"), [""] * len(tensors.get("index", ())))
-    return batch_of(tensors, {**missing, **file.header["batch"]})
+    none = [""] * len(file.tensors["batch/index"])
+    values = {"texts": none, "references": none, **file.header["batch"]}
+    for stage in stages:
+        for name, x in file.below(stage).items():
+            field, _, key = name.partition(".")
+            values[field] = {**values.get(field, {}), key: x} if key else x
+    return Batch(**values)
 
 
-def refused(cfg: Config, scores: bool) -> Iterator[str]:
+def refused(cfg: Config) -> Iterator[str]:
     """Yield a message for each setting that names code, or an address, which a replay would use."""
-    for key, accepted in _CLAIMS["replayed"].items():
+    kinds = {f"{at}.name": _CLAIMS["scorers"] for at, _ in scorers(cfg)}
+    for key, accepted in {**_CLAIMS["replayed"], **kinds}.items():
         if (value := value_at(cfg, key)) not in accepted:
-            yield f"{key} must be {', '.join(map(plain, accepted))} (others name code), got {plain(value)}"
-    for at, each in scorers(cfg):
-        if scores and at.startswith("scorer") and each.name not in _CLAIMS["scorers"]:
-            rule = f"{at} must be {', '.join(_CLAIMS['scorers'])} (others run code or ask a service)"
-            yield f"{rule}, got {each.name}: {each.described}; add --only update"
+            rule = f"{key} must be {', '.join(map(plain, accepted))} (others name code or ask a service)"
+            remedy = "add --only update, or --trust" if key in kinds else "add --trust"
+            yield f"{rule}, got {plain(value)}; {remedy} if you trust the file"
 
 
-def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> Config:
+def kept(cfg: Config, folder: Path, limits: list[int | None]) -> Config:
     """Return the config of a replay: models in `folder`, and no setting that an update does not read."""
     if cfg.backend.name != "torch":
         raise UserError(f"backend must be torch, whose state one process can load, got {cfg.backend.name}")
-    used = ("algo", "model", "backend", "optim", "schedule", "stages", "scorer", "seed")
+    used = ("algo", "model", "backend", "optim", "schedule", "stages", "scorer", "gold", "seed")
     sampler = {name: getattr(cfg.generator, name) for name in ("temperature", "response_length")}
     task: TaskConfig = TLDRMiniConfig()
     if names := cfg.task.shares:
@@ -158,18 +138,13 @@ def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> C
         changes |= {"model.reward": str(folder / "critic"), "algo.value_from": algos.ValueFrom.reward}
     if cfg.algo.distils:
         changes["algo.teacher.token_variable"] = None
-    if not scores:
-        changes["scorer"] = NoScorerConfig()
-    for at, judge in judges(cfg).items() if scores else ():
-        if at.startswith("scorer"):
-            texts = [name for name in ("template", "rubric") if getattr(judge, name) is not None]
-            changes |= {f"{at}.{name}": str(folder / "judgements" / f"{at}.{name}") for name in texts}
-            changes[f"{at}.token_variable"] = None
+    for at, judge in judges(cfg).items():
+        judge.token_variable = None
+        for name in ("template", "rubric"):
+            if getattr(judge, name) is not None:
+                setattr(judge, name, str(folder / f"{at}.{name}"))
     same: dict[str, Any] = {name: getattr(cfg, name) for name in used}
-    made = Config(**same, generator=HFConfig(**sampler), task=task, gold=NoScorerConfig()).with_(changes)
-    if problems := [text for at, each in sections(made) for text in each.problems(at)]:
-        raise UserError(*problems)
-    return made
+    return Config(**same, generator=HFConfig(**sampler), task=task).with_(changes)
 
 
 def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bool = False) -> BatchFile:
@@ -178,11 +153,11 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
     Args:
         file: the bundle.
         only: "rewards" or "update"; empty: both.
-        prompt: the row of the only prompt whose rewards are computed; None: all.
+        prompt: the row of the only prompt whose rewards are computed, from 0; None: all.
         trust: whether settings of the bundle may name code and addresses.
 
     Raises:
-        UserError: the bundle is malformed, lacks weights or texts, or names what must be trusted.
+        UserError: the bundle is malformed, lacks weights, texts or the prompt, or names what must be trusted.
     """
     quieten_libraries()
     head = file.header
@@ -190,20 +165,23 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
         folder = Path(scratch)
         unpack(file, folder)
         cfg, batch, tape = config_of(file, folder), batch_in(file, "batch"), Tape(folder)
-        kinds = {each.name for at, each in scorers(cfg) if at.startswith("scorer")}
+        if prompt is not None and not 0 <= prompt < len(batch):
+            raise UserError(f"--prompt must be from 1 to {len(batch)}, got {prompt + 1}")
+        kinds = {each.name for _, each in scorers(cfg.scorer)}
         scores = only != "update" and "texts" in head["batch"] and not kinds & {"reward_model", "none"}
         if only == "rewards" and not scores:
             raise UserError("--only rewards needs texts and a scorer other than a reward model in the bundle")
-        if not trust and (found := [*refused(cfg, scores)]):
-            raise UserError(*(f"{each}; or add --trust if you trust the file" for each in found))
-        cfg = kept(cfg, folder, head["limits"], scores)
+        cfg = cfg if scores else cfg.with_({"scorer": NoScorerConfig()})
+        if not trust and (found := [*refused(cfg)]):
+            raise UserError(*found)
+        cfg = kept(cfg, folder, head["limits"])
         torch.set_num_threads(min(int(head["machine"][-1]), _THREADS))
         tokenizer = read_tokenizer(str(folder / "tokenizer"), key="tokenizer")
         if only != "rewards":
             repeat(cfg, head, batch, tokenizer, tape)
         if scores:
             rows = batch if prompt is None else batch.select(torch.tensor([prompt]))
-            again, _ = rescored(cfg, rows, tokenizer, folder / "judgements" / "*.jsonl")
+            again, _ = rescored(cfg, rows, tokenizer, folder / ANSWERS)
             new = {name: x for name, x in tensors_of(again).items() if name.startswith(("scores", "parts"))}
             tape.tensors |= {f"batch/{name}": x for name, x in new.items()}
         return BatchFile(tape.tensors, {"machine": head["machine"], **tape.header, "rewards": scores})
@@ -244,28 +222,35 @@ HALF = 1e3  # factor of these bounds with 16 bits
 SHOWN = 8  # names of quantities after the first one
 
 
-def quantities(file: BatchFile) -> Iterator[tuple[str, Any]]:
-    """Yield the quantities of a bundle by name, in the order of the computation."""
-    yield "weights before the update", file.header.get("before")
-    order = {each.name: place for place, each in enumerate(fields(Batch))}
+def quantities(a: BatchFile, b: BatchFile) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each quantity, and what two bundles have of it, in the order of the computation.
+
+    A quantity is a tensor, a number, or a digest; None: a bundle does not have it.
+    """
+    yield "weights before the update", a.header.get("before"), b.header.get("before")
+    order = [each.name for each in fields(Batch)]
+    earlier: dict[str, Tensor] = {}
     for stage in ("batch", "credited"):
-        found = file.below(stage)
-        known = [(order[field], name) for name in found if (field := name.partition("/")[0]) in order]
-        for _, name in sorted(known):
-            again = stage == "credited" and f"batch/{name}" in file.tensors
-            yield _CLAIMS["names"].get(name, name) + " of the trained responses" * again, found[name]
-    for at, metrics in enumerate(file.header["steps"], 1):
-        own = file.below(f"step{at}")
-        for name in sorted(own, key=lambda name: (name.endswith("_grads"), name != "rows", name)):
-            yield f"step {at}: {name}", own[name]
-        rank = {name: (not name.startswith("loss/"), "grad_norm" not in name, name) for name in metrics}
-        for name in sorted(metrics, key=lambda name: rank[name]):
-            yield f"step {at}: {name}", metrics[name]
-    yield "weights after the update", file.header.get("after")
+        mine, others = a.below(stage), b.below(stage)
+        for name in sorted(mine | others, key=lambda name: (order.index(name.partition(".")[0]), name)):
+            label = _CLAIMS["names"].get(name, name) + " of the trained responses" * (name in earlier)
+            yield label, mine.get(name), others.get(name)
+        earlier = mine | others
+    both = zip_longest(a.header["steps"], b.header["steps"], fillvalue=dict[str, Any]())
+    for at, (x, y) in enumerate(both, 1):
+        mine, others = a.below(f"step{at}"), b.below(f"step{at}")
+        for name in sorted(mine | others, key=lambda name: (name.endswith("_grads"), name != "rows", name)):
+            yield f"step {at}: {name}", mine.get(name), others.get(name)
+        for name in sorted(x | y):
+            yield f"step {at}: {name}", x.get(name), y.get(name)
+    yield "weights after the update", a.header.get("after"), b.header.get("after")
 
 
 def differences(a: BatchFile, b: BatchFile, prompt: int | None = None, whole: bool = True) -> list[Finding]:
-    """Return the quantities that differ, the first one first; the state is rounding or differs.
+    """Return the quantities that differ, the first one first.
+
+    The state is `rounding` if machine, libraries or numbers of threads differ, and rounding explains the
+    difference; otherwise it is `differs`.
 
     Args:
         a, b: the bundles.
@@ -274,31 +259,27 @@ def differences(a: BatchFile, b: BatchFile, prompt: int | None = None, whole: bo
     """
     found: list[Finding] = []
     with explained(malformed):
-        both = zip_longest(a.header["steps"], b.header["steps"], fillvalue=dict[str, Any]())
-        steps = [{**one, **other} for one, other in both]
-        order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
-        mine, others = dict(quantities(a)), dict(quantities(b))
         half = any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16"))
-        for name, _ in order:
-            x, y = mine.get(name), others.get(name)
+        same = a.header.get("machine") == b.header.get("machine")
+        for name, x, y in quantities(a, b):
             if x is not None and y is not None:
                 if prompt is not None and isinstance(x, Tensor) and not name.endswith("rows"):
                     x, y = (each[prompt : prompt + 1] if len(each) > 1 else each for each in (x, y))
-                found += compared(name, x, y, HALF if half else 1.0)
-            elif whole:
-                only = "first" if y is None else "second"
-                found.append(Finding(name, "differs", f"only in the {only}"))
+                found += compared(name, x, y, 0.0 if same else HALF if half else 1.0)
+            elif whole and (x is not None or y is not None):
+                found.append(Finding(name, "differs", f"only in the {'first' if y is None else 'second'}"))
     return found
 
 
 def compared(name: str, x: Any, y: Any, wide: float) -> Iterator[Finding]:
     """Yield the difference of two tensors, numbers or digests, if there is one; two NaN are equal.
 
-    The state is `rounding` if the rounding of another machine explains the difference.
+    The state is `rounding` if the difference is within the bounds of rounding, times `wide`.
     """
     if not isinstance(x, Tensor):
         if x != y and not (x != x and y != y):
-            near = isinstance(x, str) or math.isclose(x, y, rel_tol=GRADIENTS * wide, abs_tol=1e-6 * wide)
+            digests = isinstance(x, str)  # they do not say how much differs
+            near = wide > 0 if digests else math.isclose(x, y, rel_tol=GRADIENTS * wide, abs_tol=1e-6 * wide)
             yield Finding(name, "rounding" if near else "differs", f"{x} and {y}")
         return
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -316,18 +297,16 @@ def compared(name: str, x: Any, y: Any, wide: float) -> Iterator[Finding]:
         yield Finding(name, "rounding" if size <= wide * bound else "differs", text)
 
 
-def report(found: Sequence[Finding], elsewhere: bool, as_json: bool) -> int:
+def report(found: Sequence[Finding], as_json: bool) -> int:
     """Print whether two bundles are the same, and the first difference; return the exit code, 0 or 1.
 
     Args:
         found: the differences.
-        elsewhere: whether machine, libraries or numbers of threads differ, so that rounding may differ.
         as_json: print a list of all differences.
     """
-    within = elsewhere and all(each.state == "rounding" for each in found)
+    within = all(each.state == "rounding" for each in found)
     if as_json:
-        state = "rounding" if within else "differs"
-        console.print_json(data=[{**asdict(each), "state": state} for each in found])
+        console.print_json(data=[asdict(each) for each in found])
     elif not found:
         show("same bits")
     else:
@@ -337,7 +316,7 @@ def report(found: Sequence[Finding], elsewhere: bool, as_json: bool) -> int:
             show(f"then: {others}{more}")
         if within:
             show("same within rounding (the machines, libraries or numbers of threads differ)")
-    return int(bool(found) and not within)
+    return int(not within)
 
 
 def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int | None, list[Path]]:
@@ -380,33 +359,31 @@ def batch_file(file: BatchFile, step: int = 1) -> BatchFile:
         objective.load_state_dict(head["objective"])
         claims = claimed(algo, objective, cfg.schedule.minibatches)
         whole, batch = batch_in(file, "batch"), batch_in(file, "batch", "credited")
-        rows, count = file.tensors[f"step{step}/rows"], batch.response_ids.shape[1]
+        own, count = file.below(f"step{step}"), batch.response_ids.shape[1]
+        rows = own.pop("rows")
         if batch.signal is not None and getattr(algo, "ties", None) is not algos.Ties.keep:
             rows = rows[batch.signal[rows]]  # the others are in no sum and no count
         part = batch.select(rows)
-        found = {name: getattr(part, name) for name in _FIELDS}
-        found |= {name: x[rows] for name, x in file.below(f"step{step}").items() if name != "rows"}
+        found = {name: getattr(part, name) for name in _FIELDS} | {name: x[rows] for name, x in own.items()}
         now = found["logprobs"]
         if part.signal is not None:  # the model did not read the others
             now = torch.where(part.signal[:, None, None], now, old_or_behaviour(part))
         sampler = None if part.behaviour_logprobs is None else sampler_logprobs(now, part)
         found |= {"logprobs": now, "behaviour_logprobs": sampler}
         found |= {"old_values": part.values, "returns": part.returns, "value_mask": part.value_mask}
-        found |= own_tensors(objective, part, found)
         found |= {"teacher_logprobs": part.ref_logprobs} if algo.distils else {}
+        found |= own_tensors(objective, part, found)
         tensors = {name: x.flatten(0, 1) for name, x in found.items() if x is not None}
         tensors["losses"] = torch.tensor([head["steps"][step - 1]["loss/policy"]])
-        header = {"framework": "rlhf", "version": head["version"], "step": f"{head['step']}.{step}"}
         entries = _CLAIMS["algorithms"][algo.name]
-        header |= {"claims": claims, "kind": "pairs" if "dpo" in entries else "policy_gradient"}
         if "policy_gradient" in entries:
-            places = torch.arange(len(whole) * count).view(-1, count)
-            tensors |= {"group": rows.repeat_interleave(count), "all_index": places[rows].flatten()}
-            tensors |= {
-                "all_rewards": objective.scores(whole).flatten(),
-                "all_group": places.flatten() // count,
-            }
-            header["updates_since_old"] = step - 1
+            places = torch.arange(whole.episodes)
+            index = places.view(-1, count)[rows].flatten()
+            tensors |= {"all_rewards": objective.scores(whole).flatten(), "all_index": index}
+            tensors |= {"all_group": places // count, "group": index // count}
+        header = {name: head[name] for name in ("framework", "version", "pad_id", "eos_ids")}
+        header |= {"claims": claims, "kind": "pairs" if "dpo" in entries else "policy_gradient"}
+        header |= {"step": f"{head['step']}.{step}", "updates_since_old": step - 1}
         return checked(BatchFile(tensors, header, file.path))
 
 
@@ -414,8 +391,7 @@ def own_tensors(objective: Any, batch: Batch, found: dict[str, Any]) -> dict[str
     """Return tensors of some algorithms: weights of the policy term, counted tokens, advantages of 1."""
     extra, mask = batch.per_token or {}, batch.response_mask
     if "weights" in extra:
-        counted = extra.get("trained", mask)
-        return {"weights": torch.where(counted, extra["weights"], 0.0), "count_mask": counted}
+        return {"weights": extra["weights"], "count_mask": extra["trained"]}
     if "reach" in extra:
         return {"weights": (extra["reach"] != 0).float()}
     if isinstance(objective, TOPR):
@@ -434,38 +410,38 @@ def claimed(algo: Any, objective: Any, minibatches: int) -> dict[str, Any]:
     entries = _CLAIMS["algorithms"].get(algo.name, [])
 
     def read(key: str) -> Any:
-        value = value_at(algo, key)
-        return value.value if isinstance(value, Enum) else value
+        return content(value_at(algo, key), floats=False)
 
-    known = (pair for entry in entries for pair in _CLAIMS["known"].get(entry, {}).items())
-    unknown = [key for key, accepted in known if read(key) not in accepted]
-    for key in unknown if entries else ["name"]:
-        raise UserError(f"the audit has no recipe for algo.{key}={read(key)} of algo={algo.name}")
-    found: dict[str, Any] = {}
+    def filled(claim: Any) -> Any:
+        if isinstance(claim, list):
+            return {key: getattr(algo, key) for key in claim}
+        return read(claim[1:]) if str(claim).startswith("$") else claim
+
+    known = {"name": [*_CLAIMS["algorithms"]]}
     for entry in entries:
-        found |= {name: read(key) for name, key in _CLAIMS["fields"].get(entry, {}).items()}
-        found |= _CLAIMS["values"].get(entry, {})
+        known |= _CLAIMS["known"].get(entry, {})
+    for key, accepted in known.items():
+        if read(key) not in accepted:
+            raise UserError(f"the audit has no recipe for algo.{key}={read(key)} of algo={algo.name}")
+    found: dict[str, Any] = {}
     for entry, when, claims in _CLAIMS["rules"]:
         if entry in entries and all(read(key) in accepted for key, accepted in when.items()):
-            found |= claims
+            found |= {name: filled(claim) for name, claim in claims.items()}
     if "policy_gradient" in entries:
         found["kl_coef"] = objective.kl_coef
-        if algo.correction.kind is not algos.CorrectionKind.none:
-            found["correction"] = {key: read(f"correction.{key}") for key in values(algo.correction)}
     for name, (key, factor, offset) in _CLAIMS["scaled"].get(algo.name, {}).items():
         found[name] = factor * read(key) + offset
     if "ppo" in entries and minibatches > 1:
         found["advantage"] = "given"  # whitened over the whole batch
-    if algo.name in _CLAIMS["options"]:
-        found["options"] = {name: getattr(algo, name) for name in _CLAIMS["options"][algo.name]}
     return found
 
 
-def token_table(file: BatchFile, step: int, sample: int) -> Table:
+def token_table(file: BatchFile, step: int, sample: int) -> DataFrame:
     """Return a table of the tokens of a response of an optimizer step, both from 1.
 
-    Columns: text, whether it is trained, log-probs of sampler and trainer and their difference, advantage,
-    gradient by the log-prob, whether the loss is clipped (no gradient in spite of an advantage), version.
+    Columns: token, mask (whether it is trained), log-probs of sampler and trainer and their difference,
+    advantage, gradient by the log-prob, version of the weights that sampled, clipped (no gradient in spite of
+    an advantage). The index is the position, from 1.
 
     Raises:
         UserError: the bundle has no such step or response.
@@ -478,23 +454,14 @@ def token_table(file: BatchFile, step: int, sample: int) -> Table:
         unpack(file, Path(scratch))
         tokenizer = read_tokenizer(str(Path(scratch) / "tokenizer"), key="tokenizer")
         row, k = int(rows[(sample - 1) // count]), (sample - 1) % count
-        now, gradient = own["logprobs"], own["logprob_grads"]
-        sampler = batch.behaviour_logprobs
-        columns = {"sampler": sampler, "trainer": now, "mismatch": None if sampler is None else now - sampler}
-        columns |= {"advantage": batch.advantages, "gradient": gradient, "version": batch.token_versions}
-        shown = {name: x[row, k].tolist() for name, x in columns.items() if x is not None}
-        table = Table("#", "token", "mask", *shown, "clip", title=f"prompt {row + 1}, sample {k + 1}")
-        for place in batch.real[row, k].nonzero()[:, 0].tolist():
-            text = Text(printable(str(tokenizer.decode([int(batch.response_ids[row, k, place])]))))
-            numbers = [f"{x[place]:.4g}" for x in shown.values()]
-            clipped = shown.get("advantage", [0.0] * (place + 1))[place] and not shown["gradient"][place]
-            trained = "yes" if batch.response_mask[row, k, place] else "no"
-            table.add_row(str(place + 1), text, trained, *numbers, "clipped" if clipped else "")
-        return table
-
-
-def as_page(table: Table) -> str:
-    """Return a page of HTML with a table, which loads no other file; texts are escaped."""
-    console = Console(record=True, file=StringIO(), width=160)
-    console.print(table)
-    return console.export_html()
+        sampler, now, real = batch.behaviour_logprobs, own["logprobs"], batch.real[row, k]
+        gap = None if sampler is None else now - sampler
+        columns = {"token": batch.response_ids, "mask": batch.response_mask, "sampler": sampler}
+        columns |= {"trainer": now, "mismatch": gap, "advantage": batch.advantages}
+        columns |= {"gradient": own["logprob_grads"], "version": batch.token_versions}
+        shown = {name: x[row, k][real].tolist() for name, x in columns.items() if x is not None}
+        table = DataFrame(shown, index=(real.nonzero()[:, 0] + 1).tolist())
+        table["token"] = [printable(str(tokenizer.decode([token]))) for token in shown["token"]]
+        if batch.advantages is not None:
+            table["clipped"] = (table["advantage"] != 0) & (table["gradient"] == 0)
+        return table.rename_axis(f"prompt {row + 1}, sample {k + 1}")

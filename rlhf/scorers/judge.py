@@ -105,7 +105,6 @@ class JudgeScorer(HttpClient, Scorer):
     Attributes:
         known: the answers, by the keys of their questions; of a key that the file has twice, the first.
         spent: price of all these answers.
-        used: those of the questions since the scorer was made.
 
     Raises:
         UserError: the environment variable with the token is not set.
@@ -122,7 +121,7 @@ class JudgeScorer(HttpClient, Scorer):
         self.template += (_TEXTS / "reason.txt").read_text("utf-8") if self.reason else ""
         self.criteria, self.lock, self.file = config.criteria(), Lock(), context.judgements
         self.known, self.figures = dict[str, Row](), Figures()
-        self.used, self.asks = dict[str, Row](), context.asks
+        self.used = context.used
         if self.file is not None:
             self.file = self.file.with_name(self.file.name.replace("*", self.at))
             if self.file.is_file() and not self.file.read_bytes().endswith(b"\n"):
@@ -286,7 +285,7 @@ class JudgeScorer(HttpClient, Scorer):
         if not asked:
             return {}
         due = [pair for pair in dict(asked.values()).items() if pair[0] not in self.known]
-        if due and not self.asks:
+        if due and self.used is not None:
             raise UserError(
                 f"{self.at}: the file of judgements must have the answers to all {len(asked)} questions (no "
                 f"judge is asked again), got none to {len(due)} of them; compare without rewards"
@@ -295,7 +294,8 @@ class JudgeScorer(HttpClient, Scorer):
             self.connect()
         new = self.all(lambda i, deadline: self.ask(*due[i], deadline), len(due)) if due else []
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
-        self.used |= {row["key"]: row for row in rows.values()}
+        if self.used is not None:
+            self.used |= {row["key"]: row for row in rows.values()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}
         bad = [row for each, row in rows.items() if found[each] is None]
         config, at, count = self.config, self.at, len(rows)

@@ -89,7 +89,8 @@ class ScorerContext:
         conversational: the prompts of the task are dialogues.
         turns: the messages of the environment as tokens, if one answers the replies; None: no environment.
         judgements: the file of the answers of a judge, with * in place of its key; None: it forgets them.
-        asks: whether a judge may be asked; False: the file has all answers.
+        used: gets the answers of judges that are used, and no judge is asked: the file has them all; None:
+            judges are asked.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
         response_length: largest number of tokens of a response.
@@ -107,7 +108,7 @@ class ScorerContext:
     tie_tolerance: float = 0.0
     response_length: int = 0
     judgements: Path | None = None
-    asks: bool = True
+    used: dict[str, dict[str, Any]] | None = None
 
     def part(self, key: str, section: ScorerConfig) -> Scorer:
         """Return the scorer of the part `key` of a scorer, given its config section."""

@@ -317,7 +317,7 @@ def evaluations(
         ends.callback(generator.close)
         scorer = None
         if cfg.scores_completions:
-            scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks, folder.judgements)
+            scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks, judgements=folder.judgements)
         evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, split, folder)
         if isinstance(evaluator, PolicyEvaluator):
             evaluator.initial = list  # a row of an evaluation compares scores

@@ -51,6 +51,7 @@ from rlhf.words.compose import model_label
 
 log = logging.getLogger(__name__)
 
+Opener = Callable[..., Session]  # opens a session, given the arguments of `Session`
 THREADS = torch.get_num_threads()  # the default of torch; an earlier run in this process may change it
 
 
@@ -62,7 +63,7 @@ def run(
     check: bool = True,
     claim: Claim = claimed,
     hooks: Sequence[Hook] = (),
-    session: Callable[..., Session] = Session,
+    session: Opener = Session,
 ) -> float | None:
     """Carry out the run `cfg` in `folder`, and return the final value of its objective metric.
 
@@ -102,12 +103,7 @@ def run(
 
 
 def carry_out(
-    cfg: Config,
-    folder: RunFolder,
-    ranks: Ranks,
-    interruption: Interruption,
-    hooks: Hooks,
-    session: Callable[..., Session],
+    cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption, hooks: Hooks, session: Opener
 ) -> float | None:
     """Carry out the run `cfg` with installed signal handlers; see `run`."""
     if (finished := ranks.from_first(folder.finished)) is not None:
@@ -146,7 +142,9 @@ def carry_out(
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-        _train(cfg, parts, saved, state, folder, interruption, session)
+        stream = _stream(cfg, parts, saved, state)
+        interruption.defer(ranks.any if ranks.size > 1 else bool)
+        _train(session(parts, stream, state, cfg.schedule, interruption, cfg.seed), cfg, folder)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
 
     if state.done:
@@ -177,47 +175,36 @@ def carry_out(
     return parts.recorder.evaluated.get(cfg.metric)
 
 
-def _train(
-    cfg: Config,
-    parts: Parts,
-    saved: Any,
-    state: TrainState,
-    folder: RunFolder,
-    interruption: Interruption,
-    session: Callable[..., Session],
-) -> None:
-    """Train until the run is done or asked to stop.
+def _stream(cfg: Config, parts: Parts, saved: Any, state: TrainState) -> RolloutStream:
+    """Return the rollouts of all remaining updates, given their state in a checkpoint (None: none)."""
+    context = StreamContext(
+        generator=parts.generator,
+        prompts=parts.prompts,
+        sampling=training_sampling(cfg),
+        schedule=cfg.schedule,
+        state=state,
+        seed=cfg.seed,
+        pad_id=parts.replay.pad_id,
+        recorder=parts.recorder,
+        phases=parts.phases,
+        refill=parts.refill,
+        saved=saved,
+    )
+    return make(cfg.clock, context)
 
-    Args:
-        saved: the state of the stream in a checkpoint; None: the run begins.
-        session: see `run`.
+
+def _train(session: Session, cfg: Config, folder: RunFolder) -> None:
+    """Train until the run is done or asked to stop.
 
     Raises:
         RunError: a loss or a gradient is not finite.
         Spent: the budget of a judge is spent.
         Interrupted: a signal arrived before training, or while a scorer waited for its service.
     """
-    stream: RolloutStream = make(
-        cfg.clock,
-        StreamContext(
-            generator=parts.generator,
-            prompts=parts.prompts,
-            sampling=training_sampling(cfg),
-            schedule=cfg.schedule,
-            state=state,
-            seed=cfg.seed,
-            pad_id=parts.replay.pad_id,
-            recorder=parts.recorder,
-            phases=parts.phases,
-            refill=parts.refill,
-            saved=saved,
-        ),
-    )
-    ranks = parts.engine.ranks
-    interruption.defer(ranks.any if ranks.size > 1 else bool)
+    parts, state, stream, ranks = session.parts, session.state, session.stream, session.parts.engine.ranks
     try:
         loop = train if cfg.loop is None else load_function("loop", cfg.loop, ("session",))
-        session(parts, stream, state, cfg.schedule, interruption, cfg.seed).run(loop)
+        session.run(loop)
     except NonFinite as error:
         file = folder.path / "failed_batch.json"
         batch = {"what": error.what, "index": error.index, "places": error.places}
@@ -235,7 +222,7 @@ def _train(
             parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
         if isinstance(error, Spent):
             raise
-        raise interrupted(interruption, state, cfg, folder) from None
+        raise interrupted(session.interruption, state, cfg, folder) from None
 
 
 def _open_folder(cfg: Config, folder: RunFolder) -> Path | None:

@@ -68,6 +68,10 @@ ALGORITHMS = [
 ]
 OTHERS = {
     "a judge asked ahead": ["scorer=judge", "scorer.model=m", "schedule.max_lag=1"],
+    "a judge in a sum": [
+        *("scorer=weighted", "+scorer@scorer.parts.facts=facts"),
+        *("+scorer@scorer.parts.judge=judge", "scorer.parts.judge.model=m"),
+    ],
     "lag": ["algo=dpo", "schedule.max_lag=1"],
     "replay buffer": ["algo=grpo", "schedule.replay=2"],
     "correction": ["algo=grpo", "schedule.max_lag=1", "correction=truncate"],
@@ -93,7 +97,7 @@ def test_the_answers_of_a_judge_are_in_the_bundle_and_no_judge_is_asked(recorded
     monkeypatch.setattr(socket, "socket", None)
     monkeypatch.setattr("rlhf.scorers.judge.JudgeScorer.post", None)
     assert found(file, only="rewards") == []
-    assert load(file).tensors["file/judgements/scorer.jsonl"].numel()
+    assert load(file).tensors["file/answers.jsonl"].numel()
 
 
 # -- changes of the code

@@ -2,9 +2,10 @@
 
 import pytest
 
+from rlhf.audit import main
 from rlhf.core.errors import UserError
 from rlhf.referee.audit import audit
-from rlhf.referee.replay import as_page, batch_file, load, token_table
+from rlhf.referee.replay import batch_file, load, token_table
 from tests.referee.test_replay import ALGORITHMS
 
 pytestmark = pytest.mark.run
@@ -29,6 +30,7 @@ def test_the_audit_agrees_with_every_step_of_every_algorithm(trained, recorded, 
         return
     for step in (1, 2):
         found = states(recorded(*words), step)
+        assert found["mask"][0] == "ok"
         assert not {term: text for term, (state, text) in found.items() if state == "wrong"}
         assert found["loss"][0] == "ok"
 
@@ -38,19 +40,22 @@ def test_a_step_that_a_bundle_does_not_have_is_a_mistake(recorded):
         batch_file(load(recorded()), 3)
 
 
-def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(recorded):
+def test_the_table_of_a_response_has_its_tokens_and_a_page_escapes_them(
+    recorded, tmp_path, monkeypatch, capsys
+):
     batch = load(recorded())
     row = int(batch.tensors["step2/rows"][1])
     table = token_table(
         load(recorded()), 2, 6
     )  # of 4 samples of each prompt, the second of the second prompt
-    assert table.row_count == int(batch.tensors["batch/response_mask"][row, 1].sum())
-    assert [column.header for column in table.columns][:5] == ["#", "token", "mask", "sampler", "trainer"]
-    trainer = [float(cell) for cell in table.columns[4].cells]
-    assert trainer == pytest.approx(
-        batch.tensors["step2/logprobs"][row, 1][: len(trainer)].tolist(), rel=1e-3
-    )
-    table.add_row("<script>")
-    assert "<script>" not in as_page(table)
+    assert len(table) == int(batch.tensors["batch/response_mask"][row, 1].sum())
+    assert [*table.columns][:4] == ["token", "mask", "sampler", "trainer"]
+    trainer = table["trainer"].tolist()
+    assert trainer == batch.tensors["step2/logprobs"][row, 1][: len(trainer)].tolist()
+    page, rows = tmp_path / "page.html", ["--step", "2", "--sample", "6"]
+    monkeypatch.setattr("rlhf.referee.replay.printable", lambda text: f"<script>{text}")
+    main([str(recorded()), *rows, "--html", str(page)])
+    assert "<script>" not in page.read_text("utf-8") and "&lt;script&gt;" in page.read_text("utf-8")
+    assert "trainer" in capsys.readouterr().out
     with pytest.raises(UserError, match="16 responses"):
         token_table(load(recorded()), 2, 17)
