@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             file = batch_file(file, options.step)
         if options.ignore_claims:
-            file = replace(file, header={**file.header, "claims": None})
+            file = replace(file, header={**file.header, "claims": {}})
         findings = audit(file, own)
         if options.model:
             findings += weights(file, options.model)
@@ -48,11 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             head = f"{file.header.get('framework', 'unknown')} {file.header.get('version', '')}".strip()
             size = f"{len(file.mask)} responses, {int(file.mask.sum())} tokens"
-            said = (
-                ""
-                if file.header.get("claims") is not None
-                else "; no settings in the file: the variant is identified"
-            )
+            said = "" if file.header.get("claims") else "; no settings in the file: the variant is identified"
             show(f"{file.path.name}: {head}, step {file.header.get('step', '?')}, {size}{said}")
             for each in findings:
                 show(f"  {each.term:19}{_MARKS[each.state]:12}{each.text}")

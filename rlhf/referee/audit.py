@@ -140,7 +140,7 @@ class _Stage:
         if not self.found.any() and not self.numbers(self.base).any():
             zero = self.name == "loss" and not self.file["advantages"].any()
             return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
-        if self.file.header.get("claims") is None:
+        if not self.file.header.get("claims"):
             if same := self.identified():
                 return [Finding(term, "ok", self.words(self.alike(same)))]
             state = "unchecked" if self.name == "advantages" else "wrong"  # rewards may be shaped before
@@ -239,27 +239,31 @@ class _Stage:
             if count > 1 and not lost and abs(value / usual - 1) < self.within:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
         also = f", and the micro-batches {lost} are lost" if lost else ""
-        mask = self.file.mask
-        counts: dict[str, float] = {
-            "responses": len(mask),
-            "positions of a response": mask.shape[1],
-            "tokens": int(mask.sum()),
-        }
-        if "group" in self.file:
-            counts["prompts"] = len(self.file["group"].unique())
-            counts["responses of a prompt"] = len(mask) / counts["prompts"]
-        longest, taken = float(mask.sum(1).max()), count / value
-        for words, each in counts.items():
-            if not lost and any(abs(value / usual - 1) < self.within for usual in (each, 1 / each)):
-                also = f": multiplied or divided by the {each:.6g} {words}"
-        prompts = float(self.file["prompt_mask"].sum()) if "prompt_mask" in self.file else 0.0
-        if prompts and abs(value * (1 + prompts / float(mask.sum())) - 1) < self.within:
-            also = ": the tokens of the prompts count in the mean"
-        elif self.recipe.max_tokens and abs(value * longest / self.recipe.max_tokens - 1) < self.within:
-            also = f": divided by the longest response ({longest:g}), not by {self.recipe.max_tokens}"
-        elif count > 1 and 0.5 < taken < 100 and abs(taken - round(taken)) < self.within:
-            also = f": divided by {taken:.0f}, not by the {count} micro-batches"
+        also = also or self.meaning(value, count)
         return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
+
+    def meaning(self, value: float, count: int) -> str:
+        """Return in words which number of the batch a factor of the loss is; "" if it is none of them."""
+        file, tokens = self.file, int(self.file.mask.sum())
+        sizes = {"responses": len(file.mask), "positions of a response": file.mask.shape[1], "tokens": tokens}
+        if "group" in file:
+            sizes["prompts"] = len(file["group"].unique())
+        known = {
+            f"divided by {k}, not by the {count} micro-batches": count / k for k in range(1, 65) if count > 1
+        }
+        for words, size in sizes.items():
+            known |= {
+                f"multiplied by the {size} {words}": size,
+                f"divided by the {size} {words}": 1 / max(size, 1),
+            }
+        if "prompt_mask" in file:
+            prompts = int(file["prompt_mask"].sum())
+            known["the tokens of the prompts count in the mean"] = tokens / max(tokens + prompts, 1)
+        longest = int(file.mask.sum(1).max())
+        words = f"divided by the longest response ({longest}), not by {self.recipe.max_tokens}"
+        known[words] = self.recipe.max_tokens / max(longest, 1)
+        near = [words for words, each in known.items() if abs(value - each) < self.within * abs(value)]
+        return f": {near[0]}" if near else ""
 
     def reported(self, parts: Parts) -> str:
         """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
