@@ -118,9 +118,11 @@ def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor
     """Return the advantages of the tokens [B, T] of some rows."""
     estimated, over_all = recipe.advantage.startswith("gae"), recipe.whiten in ("tokens", "scale")
     a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else _compared(file, recipe)
-    if not (over_all or recipe.after):
+    if not (over_all or recipe.after or recipe.to_go):
         a, file, rows = a[rows], file.rows(rows), slice(None)
     a = _tokens(a, file.mask)
+    if recipe.to_go:  # the KL of a token is subtracted from its own advantage and those before it
+        a = a + (before := _penalty(file, recipe)).cumsum(1) - before
     if recipe.teacher_in_advantage:
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
@@ -200,9 +202,10 @@ def log_ratio(file: BatchFile, recipe: Recipe, logprobs: Tensor, level: str) -> 
     gap = selected(logprobs - anchor, file.mask)
     if recipe.detached == "ratio":
         gap = gap.detach()
-    if level in ("token", "one", "reversed"):
-        return {"token": gap, "one": gap - gap.detach(), "reversed": -gap}[level]
     unit = file.get("ratio_mask", file.mask)
+    if level in ("token", "one", "reversed", "divided"):
+        share = gap / unit.sum(1, keepdim=True).clamp(min=1)
+        return {"token": gap, "one": gap - gap.detach(), "reversed": -gap, "divided": share}[level]
     whole = over_tokens(selected(gap, unit), unit, averaged=level != "sequence_sum")
     return whole.detach() + gap - gap.detach() if level == "sequence_token" else whole
 

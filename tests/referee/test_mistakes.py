@@ -142,3 +142,23 @@ def test_rows_of_the_user_that_are_no_rows_are_refused(tmp_path, text):
     assert len(error.value.problems) == 1
     with pytest.raises(UserError):
         own_rows(tmp_path / "none.yaml")
+
+
+def test_given_weights_are_compared_with_the_correction_that_the_settings_say():
+    tensors, header = step("truncate", 1, "weights_not_capped")
+    gap = tensors["old_logprobs"] - tensors["behaviour_logprobs"]
+    given = tensors | {"weights": gap.exp()}
+    assert [each.term for each in wrong(given, header)] == ["correction"]
+    claims = {key: value for key, value in header["claims"].items() if key != "correction"}
+    assert not wrong(given, header | {"claims": claims})  # nothing says that they have a bound
+
+
+def test_a_kl_of_later_tokens_and_another_constant_of_a_deviation_are_no_alarm():
+    tensors, header = step("reinforce", 1)
+    mask = tensors["response_mask"].double()
+    kl = 0.1 * (tensors["old_logprobs"] - tensors["ref_logprobs"]).double() * mask
+    later = tensors["rewards"].double()[:, None] - kl.flip(1).cumsum(1).flip(1)
+    white = (later - later[mask > 0].mean()) / later[mask > 0].std() * mask
+    found = tensors | {"advantages": white.float()}
+    claims = header["claims"] | {"whiten": "tokens"}
+    assert "advantages" not in [each.term for each in wrong(found, header | {"claims": claims})]

@@ -152,6 +152,9 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "teacher_advantage_attached": (["distill"], ["teacher"]),
     "padding_without_end": (["turns"], ["mask"]),
     "baseline_of_others_by_all": (["grpo"], ["advantages"]),
+    "whitened_in_micro_batches": (["ppo"], ["advantages"]),
+    "ratio_divided": (["gspo_token"], ["ratio"]),
+    "sampler_of_fewer_tokens": (["truncate"], ["behaviour_logprobs"]),
     "value_of_next_position": (["ppo"], ["advantages"]),
     "kl_not_divided": (["grpo"], ["KL"]),
     "dual_clip_everywhere": (["dapo"], ["clipping"]),
@@ -272,6 +275,9 @@ def _gae(c: dict[str, Any], s: SimpleNamespace, kl: Tensor, bug: str | None) -> 
     returns = (a + used) * mask
     chosen = torch.ones_like(mask) if bug == "whitened_with_padding" else mask
     white = (a - a[chosen].mean()) / (a[chosen].var() + 1e-8).sqrt()
+    if bug == "whitened_in_micro_batches":
+        parts = zip(a.chunk(MICRO), chosen.chunk(MICRO), strict=True)
+        white = torch.cat([(x - x[at].mean()) / (x[at].var() + 1e-8).sqrt() for x, at in parts])
     if bug == "returns_are_whitened":
         returns = (white + used) * mask
     return (a if bug == "not_whitened" else white) * mask, returns
@@ -294,6 +300,8 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
     if bug in ("old_of_sampler", "reference_of_trainer"):
         s.logp["old" if bug[0] == "o" else "ref"] = s.logp["behaviour" if bug[0] == "o" else "old"].clone()
         header |= {"updates_since_old": 0} if bug[0] == "o" else {"step": 3}
+    if bug == "sampler_of_fewer_tokens":
+        s.logp["behaviour"] = s.logp["old"] + 0.2
     if bug == "sampler_divides_log_probs":
         s.logp["behaviour"] = s.logp["behaviour"] / 0.6
     if bug == "reference_of_other_rows":
@@ -359,6 +367,8 @@ def _loss(
         if c["ratio"] == "sequence_token" and bug != "token_ratio":
             mean = ((gap * mask[i]).sum(1) / mask[i].sum(1))[:, None]
             u = (mean.detach() + x - x.detach()).exp()
+            if bug == "ratio_divided":
+                u = (gap / mask[i].sum(1, keepdim=True)).exp()
         low, high = 1 - c["clip_low"], 1 + c["clip_high"]
         if c["surrogate"] == "reinforce":
             loss = -adv * x
