@@ -25,7 +25,7 @@ NAVIGATION = {  # caption -> pages without their suffix, some with a shorter tit
     "Results": [
         *("Results </docs/results>", "Speed </docs/results/benchmarks>"),
         *("Comparison </docs/results/comparison>", "/docs/results/off_policy"),
-        *("/docs/results/distillation", "/studies/*/page"),
+        *("/docs/results/distillation", "/docs/results/overoptimization", "/studies/*/page"),
     ],
     "Reference": ["/docs/reference/*"],
     "Development": [

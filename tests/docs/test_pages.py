@@ -29,7 +29,8 @@ BUDGETS = {  # words of prose, see `prose`
     "docs/results.md docs/results/benchmarks.md docs/results/comparison.md": 4180,
     "docs/architecture.md docs/internals.md CONTRIBUTING.md AGENTS.md": 3300,
 }
-STUDIES = {"docs/results/off_policy.md", "docs/results/distillation.md"}  # with pages that a program writes
+# with pages that a program writes
+STUDIES = {f"docs/results/{name}.md" for name in ("off_policy", "distillation", "overoptimization")}
 LOOKED_UP = {
     f"docs/reference/{name}.md"
     for name in ("batch_file", "coming_from", "files", "glossary", "hardware", "metrics")
