@@ -597,7 +597,7 @@ class MixtureSource(Source):
         Raises:
             UserError: some parts have dialogues, others texts.
         """
-        forms = {source.conversational: name for name, source in self.sources.items()}
+        forms = {source.conversational: name for name, source in reversed(self.sources.items())}  # the first
         if len(forms) > 1:
             raise UserError(different_forms(forms[True], forms[False]))
         return True in forms

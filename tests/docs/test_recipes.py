@@ -180,7 +180,7 @@ def test_recipe_for_several_gpus_can_be_printed_on_any_machine(command):
     [
         ("tldr_410m_dpo", ["backend.device must be cpu or auto with a torch that was built without CUDA"]),
         ("tldr_410m_dpo_async", ["backend.device must be", "torchrun --nproc-per-node 3 -m rlhf.train"]),
-        ("tldr_2_8b_dpo_4gpu", ["backend.device must be", "got 4 with 1 started"]),
+        ("tldr_2_8b_dpo_4gpu", ["backend.device must be", "1 started"]),
     ],
 )
 def test_recipe_for_gpus_is_rejected_without_cuda(
@@ -197,7 +197,7 @@ def test_recipe_for_gpus_is_rejected_without_cuda(
     [
         (["experiment=tldr_410m_dpo_async"], 3, 4, None),
         (["experiment=tldr_410m_dpo_async"], 3, 3, "4 GPUs here (3 to train, 1 to sample), got 3"),
-        (["experiment=tldr_410m_dpo_async"], 4, 5, "got 3 with 4 started"),
+        (["experiment=tldr_410m_dpo_async"], 4, 5, "4 started"),
         (["experiment=tldr_410m_dpo_async", "backend.ranks=null"], 2, 3, None),
         (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 2, None),
         (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 1, "2 GPUs here (1 to train, 1"),
