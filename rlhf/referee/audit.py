@@ -495,13 +495,12 @@ def _unlike(file: BatchFile, name: str) -> str:
     if name == "behaviour_logprobs" and float(mean) > 1.5 and float(mean - 1) > 10 * float(error):
         words = f"the mean ratio of trainer to sampler is {mean:.3g}, but about 1 or less for sampled tokens"
         return f"not the log-probs with which the tokens were sampled: {words}"
-    known = ("behaviour_logprobs", "old_logprobs", *["ref_logprobs"] * (Recipe.of(file).temperature != 1))
-    if name in known:
+    hot = Recipe.of(file).temperature != 1
+    if name in ("behaviour_logprobs", "old_logprobs") or (hot and name == "ref_logprobs"):
         trainer = file.get("old_logprobs", now)[mask] if name[0] == "b" else now[mask]
         gap = trainer - other[mask]
         tilt = _correlation(gap, trainer), _correlation(gap, other[mask])
-        limit = 0.7 if Recipe.of(file).temperature == 1 else 0.5
-        if min(map(abs, tilt)) > limit and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
+        if min(map(abs, tilt)) > (0.5 if hot else 0.7) and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
             spread = f"deviations {trainer.std():.3g} and {other[mask].std():.3g}"
             words = "another temperature than the trainer's: the difference follows the log-prob itself"
             return f"{words} (correlation {tilt[0]:.2f}; {spread})"

@@ -249,7 +249,12 @@ class EmbeddedSource(Source):
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
-        return word_tokenizer(self.words, self.pattern)
+        return word_tokenizer(self.vocabulary(), self.pattern)
+
+    @classmethod
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token of the generated texts, without special tokens; `words`, unless overridden."""
+        return cls.words
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
