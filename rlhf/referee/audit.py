@@ -326,9 +326,8 @@ class _Stage:
         kinds["at ratios outside of the bounds"] = (ratio < 1 - recipe.clip_low) | (
             ratio > 1 + recipe.clip_high
         )
-        parts = self.file["micro_batch"][:, None]
-        count = int(parts.max()) + 1
-        return kinds | {f"in micro-batch {i}": (parts == i) & mask for i in range(count) if count > 1}
+        at = file["micro_batch"][:, None]
+        return kinds | {f"in micro-batch {i}": mask & (at == i) for i in at.unique().tolist() if at.any()}
 
     # -- without claims
 
@@ -501,9 +500,8 @@ def _unlike(file: BatchFile, name: str) -> str:
         gap = trainer - other[mask]
         tilt = _correlation(gap, trainer), _correlation(gap, other[mask])
         if min(map(abs, tilt)) > (0.5 if hot else 0.7) and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
-            spread = f"deviations {trainer.std():.3g} and {other[mask].std():.3g}"
-            words = "another temperature than the trainer's: the difference follows the log-prob itself"
-            return f"{words} (correlation {tilt[0]:.2f}; {spread})"
+            spread = f"correlation {tilt[0]:.2f}; deviations {trainer.std():.3g} and {other[mask].std():.3g}"
+            return f"another temperature than the trainer's: the difference follows the log-prob ({spread})"
     return ""
 
 
