@@ -153,16 +153,13 @@ class _Stage:
                 return [Finding(term, "wrong", text)]
             return [Finding(term, "ok", f"{self.words(self.alike([self.recipe]))} (off by {off:.0e})")]
         # What libraries do differently and claims cannot say: constant of a deviation, KL of later tokens.
-        other: list[Row] = [("", "", {"std_eps": eps}) for eps in SETTINGS["std_eps"][2]]
-        other.append(("", "", {"to_go": self.recipe.whiten != "none"}))
-        for case in self.cases(self.recipe, other if self.name == "advantages" else ()):
+        free: list[Row] = [("", f"std_eps is {eps}", {"std_eps": eps}) for eps in SETTINGS["std_eps"][2]]
+        if self.recipe.whiten != "none":
+            free.append(("", "the KL of a token counts for this token and those before it", {"to_go": True}))
+        for case in self.cases(self.recipe, free if self.name == "advantages" else ()):
             if self.off(case.parts) < self.within:
-                eps = f"std_eps {case.recipe.std_eps}, KL of later tokens: {case.recipe.to_go}"
-                return [
-                    Finding(
-                        term, "ok", f"{self.words(self.alike([case.recipe]))}; not in the settings: {eps}"
-                    )
-                ]
+                words = f"{self.words(self.alike([case.recipe]))}; not in the settings: {case.text}"
+                return [Finding(term, "ok", words)]
         size = f" (off by {100 * off:.3g}%)" if off < 10 else ""
         if found := self.explained(own):
             return [Finding(its, "wrong", f"{text}{size}") for its, text in found]
@@ -212,10 +209,9 @@ class _Stage:
         penalty = self.numbers(self.base._replace(policy=torch.zeros(2, 1, 1)))
         if not self.by_token or self.name != "loss" or not penalty.any():
             return ""
-        found = self.found[self.rows]
-        rest = found - self.numbers(self.base) + penalty
+        rest = self.found - self.numbers(self.base) + penalty
         scale = float((rest * penalty).sum() / penalty.square().sum())
-        if float((rest - scale * penalty).norm()) > self.within * float(found.norm()):
+        if float((rest - scale * penalty).norm()) > self.within * float(self.found.norm()):
             return ""
         count, words = int(self.file["micro_batch"].max()) + 1, ""
         if count > 1 and min(abs(scale / count - 1), abs(scale * count - 1)) < 10 * self.within:
@@ -245,9 +241,9 @@ class _Stage:
         for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
             if count > 1 and not lost and abs(value / usual - 1) < self.within:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
-        also = f", and the micro-batches {lost} are lost" if lost else ""
-        also = also or self.meaning(value, count)
-        return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
+        what, also = (f"{self.name} are", "") if not self.size else ("loss is", self.meaning(value, count))
+        also = f", and the micro-batches {lost} are lost" if lost else also
+        return f"the {what} {value:.6g} times as large{also}", True
 
     def meaning(self, value: float, count: int) -> str:
         """Return in words which number of the batch a factor of the loss is; "" if it is none of them."""
@@ -255,14 +251,11 @@ class _Stage:
         sizes = {"responses": len(file.mask), "positions of a response": file.mask.shape[1], "tokens": tokens}
         if "group" in file:
             sizes["prompts"] = len(file["group"].unique())
-        known = {
-            f"divided by {k}, not by the {count} micro-batches": count / k for k in range(1, 65) if count > 1
-        }
+        parts = f"not by the {count} micro-batches"
+        known = {f"divided by {k}, {parts}": count / k for k in range(1, 65) if count > 1}
         for words, size in sizes.items():
-            known |= {
-                f"multiplied by the {size} {words}": size,
-                f"divided by the {size} {words}": 1 / max(size, 1),
-            }
+            known[f"multiplied by the {size} {words}"] = size
+            known[f"divided by the {size} {words}"] = 1 / max(size, 1)
         if "prompt_mask" in file:
             prompts = int(file["prompt_mask"].sum())
             known["the tokens of the prompts count in the mean"] = tokens / max(tokens + prompts, 1)
@@ -270,7 +263,7 @@ class _Stage:
         words = f"divided by the longest response ({longest}), not by {self.recipe.max_tokens}"
         known[words] = self.recipe.max_tokens / max(longest, 1)
         near = [words for words, each in known.items() if abs(value - each) < self.within * abs(value)]
-        return f": {near[0]}" if near else ""
+        return f": as if {near[0]}" if near else ""
 
     def reported(self, parts: Parts) -> str:
         """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
@@ -323,9 +316,8 @@ class _Stage:
         kinds = {"outside of the mask": ~mask, "at the first token": (place == 1) & mask}
         kinds |= {"at the last token": (place == last) & mask, "at negative advantages": (a < 0) & mask}
         kinds["at positive advantages"] = (a > 0) & mask
-        kinds["at ratios outside of the bounds"] = (ratio < 1 - recipe.clip_low) | (
-            ratio > 1 + recipe.clip_high
-        )
+        bounded = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+        kinds["at ratios outside of the bounds"] = (ratio != bounded) & mask
         at = file["micro_batch"][:, None]
         return kinds | {f"in micro-batch {i}": mask & (at == i) for i in at.unique().tolist() if at.any()}
 

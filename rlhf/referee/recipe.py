@@ -304,15 +304,12 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = sl
     if stage == "advantages":
         found = _advantages(file, recipe, rows)
     elif stage == "returns":
-        white = recipe.after == "advantages"
-        a = (
-            F.pad(file["advantages"], (0, file["old_values"].shape[1] - file.mask.shape[1]))
-            if white
-            else None
-        )
-        found = selected(
-            (_estimated(file, recipe) if a is None else a) + file["old_values"], file["value_mask"]
-        )
+        values = file["old_values"]
+        if recipe.after == "advantages":
+            a = F.pad(file["advantages"], (0, values.shape[1] - file.mask.shape[1]))
+        else:
+            a = _estimated(file, recipe)
+        found = selected(a + values, file["value_mask"])
     if stage in ("advantages", "returns"):
         return Parts(found.expand(2, *found.shape), none, torch.ones(()))
     file = corrected(file, recipe) if stage == "loss" else file
@@ -395,10 +392,11 @@ _VIRTUAL = ("kl_mask", "whiten_mask", "count_mask", "ratio_mask", "trainer_logpr
 _TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
 _TERMS |= dict.fromkeys(TABLE["twists"], "loss")
 _NAMES: dict[str, str] = TABLE["names"]
-_IN_LOGS = {
+# Bounds of the log-ratio as bounds of the ratio
+_IN_LOGS: dict[str, Callable[[float], float]] = {
     "below": lambda x: -math.expm1(-x),
-    "above": math.expm1,
-}  # bounds of the log-ratio as bounds of the ratio
+    "above": lambda x: math.expm1(min(x, 700.0)),
+}
 
 
 def own_rows(path: Path) -> dict[str, list[Row]]:

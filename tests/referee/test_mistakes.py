@@ -162,3 +162,29 @@ def test_a_kl_of_later_tokens_and_another_constant_of_a_deviation_are_no_alarm()
     found = tensors | {"advantages": white.float()}
     claims = header["claims"] | {"whiten": "tokens"}
     assert "advantages" not in [each.term for each in wrong(found, header | {"claims": claims})]
+
+
+def test_a_penalty_of_a_large_batch_that_is_not_divided_is_named():
+    """Mistakes are tried on some of the rows only, if there are many tokens."""
+    g = torch.Generator().manual_seed(0)
+    shape = (40, 2048)
+    now, old, ref = (-1 - torch.rand(*shape, generator=g, dtype=torch.float64) for _ in range(3))
+    old, ref = now + 0.1 * (old - now), now + 0.3 * (ref - now)
+    micro, rewards = torch.arange(40) // 10, torch.randn(40, generator=g, dtype=torch.float64)
+    a = rewards - rewards.view(-1, 4).mean(1).repeat_interleave(4)
+    x = now.clone().requires_grad_()
+    u, k = (x - old).exp(), ref - x
+    policy = torch.max(-a[:, None] * u, -a[:, None] * u.clamp(0.8, 1.2))
+    ((policy + 4 * 0.05 * (k.exp() - k - 1)).sum() / now.numel()).backward()
+    tensors = {"response_mask": torch.ones(shape), "logprobs": now, "old_logprobs": old, "ref_logprobs": ref}
+    tensors |= {"advantages": a, "rewards": rewards, "group": torch.arange(40) // 4, "micro_batch": micro}
+    claims = {"scale": "none", "kl_coef": 0.05, "reduction": "token"}
+    found = wrong(tensors | {"logprob_grads": x.grad}, {"schema": 1, "claims": claims})
+    assert [each.term for each in found] == ["KL"] and "4 times" in found[0].text
+
+
+def test_mistakes_are_tried_where_nothing_bounds_the_ratio():
+    tensors, header = step("dapo", 1)
+    claims = header["claims"] | {"clip_low": 1.0, "clip_high": 1e9}
+    found = wrong(tensors, header | {"claims": claims})
+    assert [each.term for each in found] == ["clipping"]
