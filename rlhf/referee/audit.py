@@ -453,7 +453,7 @@ def _logprobs(file: BatchFile) -> Iterator[Finding]:
 def _unlike(file: BatchFile, name: str) -> str:
     """Return in words how log-probs do not fit those of the policy; "" if they do."""
     mask, now, other, fits = file.mask, file["logprobs"], file[name], {}
-    for move in ("", ">>0", "<<0", "vv", "^^"):
+    for move in ("", ">>0", "<<0"):
         both = mask & moved(file, mask, move)
         fits[move] = _correlation(now[both], moved(file, other, move)[both])
     best = max(fits, key=lambda move: fits[move])
@@ -466,9 +466,9 @@ def _unlike(file: BatchFile, name: str) -> str:
     if above := int((other[mask] > 1e-6).sum()):
         return f"{above} values are above 0"
     if best and fits[best] > max(0.5, fits[""] + 0.2):
-        side = {">": "shifted by one position to the left", "<": "shifted by one position to the right"}
-        what = side.get(best[0], "those of a neighbouring row")
-        return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
+        side = {">": "left", "<": "right"}[best[0]]
+        fit = f"correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
+        return f"shifted by one position to the {side}: {fit}"
     if share := _of_other_rows(mask, now, other):
         return f"those of other rows: {share:.0%} of the rows are like another row, and not like their own"
     trained = isinstance(step, int) and step > (since or 0) + 1  # before the old log-probs were computed
