@@ -21,7 +21,7 @@ from rlhf.config.models import Device, paths_in
 from rlhf.config.root import Config
 from rlhf.config.schema import ABSENT, missing_package, value_at
 from rlhf.config.scorers import scorers
-from rlhf.config.tasks import PREFERENCE_COLUMNS, ChatConfig, Need, QuestionsConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, ChatConfig, Need
 from rlhf.core import machine
 from rlhf.core.errors import UserError, setting
 from rlhf.core.machine import this_machine
@@ -437,8 +437,13 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
 @doubt
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    tokenizer, texts = _tokenizer_in(path), isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
-    if texts and tokenizer is not None and tokenizer.template is not None:
+    tokenizer, texts = _tokenizer_in(path), cfg.task.dialogues is False
+    if (
+        texts
+        and chosen(cfg, "task.chat") is False
+        and tokenizer is not None
+        and tokenizer.template is not None
+    ):
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"

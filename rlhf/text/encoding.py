@@ -31,7 +31,10 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 
 def padded(rows: Sequence[Sequence[Any]], width: int, fill: float, dtype: torch.dtype) -> Tensor:
     """Return rows of at most `width` numbers as a tensor [R, width], padded on the right with `fill`."""
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)
+    table = torch.full((len(rows), width), fill, dtype=dtype)
+    for place, row in zip(table, rows, strict=True):
+        place[: len(row)] = torch.tensor(row, dtype=dtype)
+    return table
 
 
 def prompt_tokens(
