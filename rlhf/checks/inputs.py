@@ -437,13 +437,9 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
 @doubt
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    tokenizer, texts = _tokenizer_in(path), cfg.task.dialogues is False
-    if (
-        texts
-        and chosen(cfg, "task.chat") is False
-        and tokenizer is not None
-        and tokenizer.template is not None
-    ):
+    tokenizer = _tokenizer_in(path)
+    as_texts = cfg.task.dialogues is False and value_at(cfg, "task.chat") is False
+    if as_texts and tokenizer is not None and tokenizer.template is not None:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"
