@@ -56,6 +56,7 @@ html_title = "rlhf"
 html_baseurl = os.environ.get("SITE_URL", "")  # the address of the published folder, for canonical links
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 

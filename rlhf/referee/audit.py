@@ -419,12 +419,14 @@ def _mask(file: BatchFile) -> Finding:
     wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True) & known
     ends, starts = (missing & ~(missing & ~at).any() for at in (last, (real.cumsum(-1) == 1) & real))
     kinds = {"includes the prompt": wrong & prompt, "includes tokens of the environment": wrong & messages}
-    kinds |= {"includes padding after the end token": wrong, "excludes the end token": ends}
-    kinds |= {"excludes the first token": starts, "excludes tokens": missing}
+    kinds |= {"includes padding after the end token": wrong & ~prompt & ~messages}
+    kinds |= {"excludes the end token": ends, "excludes the first token": starts & ~ends}
+    kinds |= {"excludes tokens": missing & ~ends & ~starts}
     if found := [(words, at) for words, at in kinds.items() if at.any()]:
-        words, at = found[0]
-        size = f"{int(at.sum())} tokens of {int(at.any(-1).sum())} responses"
-        return Finding("mask", "wrong", f"it {words}: {size}")
+        sizes = [
+            f"{words}: {int(at.sum())} tokens of {int(at.any(-1).sum())} responses" for words, at in found
+        ]
+        return Finding("mask", "wrong", f"it {', and '.join(sizes)}")
     if not known:
         return Finding("mask", "unchecked", "the file has no response_ids, or no eos_ids in the header")
     return Finding("mask", "ok", f"{int(mask.sum())} tokens of {len(mask)} responses")
@@ -502,9 +504,8 @@ def _of_other_rows(mask: Tensor, x: Tensor, y: Tensor) -> float:
     mask, x, y = (each[mask.sum(1) >= 10].double() for each in (mask, x, selected(y, mask)))
     count = mask.sum(1, keepdim=True)
     x = (x - (x * mask).sum(1, keepdim=True) / count) * mask
-    spread = (
-        mask @ y.square().T - (mask @ y.T).square() / count
-    )  # of each row of y over the mask of a row of x
+    # of each row of y over the mask of a row of x
+    spread = mask @ y.square().T - (mask @ y.T).square() / count
     likeness = (x @ y.T) / (x.norm(dim=1, keepdim=True) * spread.clamp(min=0).sqrt()).clamp(min=1e-12)
     other = (likeness.amax(1) > 0.8) & (likeness.diagonal() < 0.5) if len(x) else x[:, :0].sum(1) > 0
     share = float(other.double().mean().nan_to_num())

@@ -164,7 +164,8 @@ def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
     def total(x: Tensor) -> Tensor:
         return x.new_zeros(len(size)).index_add(0, g, x)[g]
 
-    mean, count, free = total(r) / size[g], size[g], 0 if recipe.std == "biased" else 1
+    count = size.max().expand(g.shape) if recipe.full else size[g]
+    mean, free = total(r) / count, 0 if recipe.std == "biased" else 1
     known = {"batch": r.mean(), "none": torch.zeros(()), "others_by_all": (total(r) - r) / count}
     baseline = known.get(recipe.advantage, mean)
     if recipe.advantage == "opo":
@@ -207,7 +208,8 @@ def log_ratio(file: BatchFile, recipe: Recipe, logprobs: Tensor, level: str) -> 
         share = gap / unit.sum(1, keepdim=True).clamp(min=1)
         return {"token": gap, "one": gap - gap.detach(), "reversed": -gap, "divided": share}[level]
     whole = over_tokens(selected(gap, unit), unit, averaged=level != "sequence_sum")
-    return whole.detach() + gap - gap.detach() if level == "sequence_token" else whole
+    inner = whole if recipe.detached == "mean" else whole.detach()
+    return inner + gap - gap.detach() if level == "sequence_token" else whole
 
 
 def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
@@ -239,7 +241,7 @@ def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
         losses = {"inverted": smaller, "attached": bound * logprobs}.get(recipe.surrogate, bound)
     weights = file.get("weights", torch.ones(()))
     if recipe.detached == "weights":  # the weight has a gradient, too
-        weights = weights * (logprobs - logprobs.detach()).exp()
+        weights = file["weights"] * (logprobs - logprobs.detach()).exp()
     return recipe.policy_coef * losses * weights
 
 
@@ -273,6 +275,7 @@ def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     z = selected(logprobs, file.mask).sum(-1) - moved(file, reference, recipe.after)
     if recipe.reduction == "sequence":
         z = z / file.mask.sum(-1).clamp(min=1)
+    z = moved(file, z, recipe.paired)
     chosen, rejected = (z[i::2].detach() if recipe.detached == f"pair_{i}" else z[i::2] for i in (0, 1))
     z = chosen - rejected
     known = {"ipo": (z - 0.5 / z.new_tensor(recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}

@@ -33,6 +33,19 @@ def test_a_mistake_is_named_at_its_term(mistake):
         assert found and found[0].term in terms, (setting, found)
 
 
+def test_smaller_groups_that_are_divided_by_the_size_of_the_largest_are_named():
+    tensors, header = step("grpo", 1)
+    rewards, group = tensors["rewards"].double(), torch.arange(len(tensors["rewards"])) * 3 // 8
+    others = torch.stack([rewards[group == each].sum() for each in group]) - rewards
+    most = int(group.bincount().max())
+    assert most > int(group.bincount().min()) > 1
+    header["claims"] |= {"advantage": "leave_one_out", "scale": "none"}
+    tensors |= {"group": group, "advantages": (rewards - others / (most - 1)).float()}
+    (row,) = (row for row in TABLE["stages"]["advantages"]["rows"] if row[2] == {"full": True})
+    found = wrong(tensors, header)
+    assert found[0].term == "advantages" and row[1] in found[0].text
+
+
 def test_most_mistakes_are_found_by_the_losses_of_micro_batches():
     named, some = 0, list(MISTAKES.items())[::4]
     for mistake, (settings, terms) in some:

@@ -146,6 +146,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "reference_of_trainer": (["grpo"], ["ref_logprobs"]),
     "rejected_without_gradient": (["dpo", "ipo"], ["pairs"]),
     "reference_in_halves": (["dpo", "ipo"], ["pairs"]),
+    "chosen_in_first_half": (["dpo", "ipo"], ["pairs"]),
     "whitened_again": (["dapo", "turns"], ["advantages"]),
     "reference_of_other_rows": (["grpo"], ["ref_logprobs"]),
     "sampler_divides_log_probs": (["truncate"], ["behaviour_logprobs"]),
@@ -154,6 +155,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "baseline_of_others_by_all": (["grpo"], ["advantages"]),
     "whitened_in_micro_batches": (["ppo"], ["advantages"]),
     "ratio_divided": (["gspo_token"], ["ratio"]),
+    "ratio_mean_attached": (["gspo_token"], ["ratio"]),
     "sampler_of_fewer_tokens": (["truncate"], ["behaviour_logprobs"]),
     "value_of_next_position": (["ppo"], ["advantages"]),
     "kl_not_divided": (["grpo"], ["KL"]),
@@ -366,7 +368,7 @@ def _loss(
         u = gap.exp()
         if c["ratio"] == "sequence_token" and bug != "token_ratio":
             mean = ((gap * mask[i]).sum(1) / mask[i].sum(1))[:, None]
-            u = (mean.detach() + x - x.detach()).exp()
+            u = ((mean if bug == "ratio_mean_attached" else mean.detach()) + x - x.detach()).exp()
             if bug == "ratio_divided":
                 u = (gap / mask[i].sum(1, keepdim=True)).exp()
         low, high = 1 - c["clip_low"], 1 + c["clip_high"]
@@ -481,6 +483,8 @@ def _pairs(c: dict[str, Any], s: SimpleNamespace, micro: Tensor, bug: str | None
         ratios = (now[i].double() * mask[i]).sum(1) - sums
         if bug == "pair_averaged":
             ratios = ratios / mask[i].sum(1)
+        if bug == "chosen_in_first_half":
+            ratios = torch.stack(ratios.chunk(2), 1).flatten()
         rejected = ratios[1::2]
         z = ratios[0::2] - (rejected.detach() if bug == "rejected_without_gradient" else rejected)
         if c["surrogate"] == "ipo":
