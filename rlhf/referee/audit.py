@@ -87,13 +87,15 @@ class _Stage:
         self.row = TABLE["stages"][name]
         targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
         target = next((each for each in targets if each in file), targets[0])
-        self.found, self.size = file[target], 0.0
+        self.found, self.size, self.error = file[target], 0.0, torch.zeros(1, 1)
         self.rows: Tensor | slice = slice(None)  # on which mistakes are tried
         self.base = self.compute(file, recipe)
         gradient = self.base.gradient()
         self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
+        if name == "advantages" and not recipe.advantage.startswith("gae"):  # equal rewards, for example
+            self.error = recipes.compared(file, recipe)[1][:, None]
         if self.by_token:
             self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
             if mask:  # a gradient counts everywhere
@@ -118,7 +120,7 @@ class _Stage:
         if found.shape != expected.shape or not expected.isfinite().all():
             return math.inf
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
-        return float((found - expected).norm()) / size
+        return float(((found - expected).abs() - self.error).clamp(min=0).norm()) / size
 
     def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
         """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
@@ -139,7 +141,7 @@ class _Stage:
     def findings(self, own: list[Row]) -> list[Finding]:
         """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
         term = self.row["term"]
-        if not self.found.any() and not self.numbers(self.base).any():
+        if not any((each.abs() > self.error).any() for each in (self.found, self.numbers(self.base))):
             zero = self.name == "loss" and not self.file["advantages"].any()
             return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
         if not self.file.header.get("claims"):
@@ -152,11 +154,7 @@ class _Stage:
             if text := self.reported(self.base):
                 return [Finding(term, "wrong", text)]
             return [Finding(term, "ok", f"{self.words(self.alike([self.recipe]))} (off by {off:.0e})")]
-        # What libraries do differently and claims cannot say: constant of a deviation, KL of later tokens.
-        free: list[Row] = [("", f"std_eps is {eps}", {"std_eps": eps}) for eps in SETTINGS["std_eps"][2]]
-        if self.recipe.whiten != "none":
-            free.append(("", "the KL of a token counts for this token and those before it", {"to_go": True}))
-        for case in self.cases(self.recipe, free if self.name == "advantages" else ()):
+        for case in self.cases(self.recipe, self.free()):
             if self.off(case.parts) < self.within:
                 words = f"{self.words(self.alike([case.recipe]))}; not in the settings: {case.text}"
                 return [Finding(term, "ok", words)]
@@ -167,7 +165,16 @@ class _Stage:
         text = f"no known mistake gives these numbers{size}: {self.where()}; the settings say {said}"
         if same := self.identified():
             text = f"the numbers are those of {self.words(same)}{size}; the settings say {said}"
-        return [Finding(term, "wrong", text)]
+        return [Finding("pairs" if self.name == "pairs" else term, "wrong", text)]
+
+    def free(self) -> Iterator[Row]:
+        """Yield what libraries do differently and claims do not say, so that it is no mistake."""
+        if self.name == "loss" and "empty" not in self.file.header["claims"]:
+            yield from (("", words, {"empty": key}) for key, words in SETTINGS["empty"][2].items())
+        elif self.name == "advantages":
+            yield from (("", f"std_eps is {eps}", {"std_eps": eps}) for eps in SETTINGS["std_eps"][2])
+            if self.recipe.whiten != "none":
+                yield "", "the KL of a token counts for this token and those before it", {"to_go": True}
 
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
@@ -202,7 +209,8 @@ class _Stage:
             x, y = (each.sum(1) / self.file.mask.sum(1).clamp(min=1) for each in (self.found, expected))
             if float((x.sort()[0] - y.sort()[0]).norm()) < self.within * float(y.norm()):
                 return [("advantages", "they are right, but stand at other rows")]
-        return []
+        apart, _ = self.factor(self.base, apart=True)
+        return [("reduction", apart)] if apart else []
 
     def fitted(self) -> str:
         """Return in words the factor of the penalties that gives the gradient of the file, or ""."""
@@ -218,10 +226,11 @@ class _Stage:
             words = f": not divided by the {count} micro-batches, or once more"
         return f"the penalty is {scale:.4g} times as large{words}"
 
-    def factor(self, parts: Parts) -> tuple[str, bool]:
+    def factor(self, parts: Parts, apart: bool = False) -> tuple[str, bool]:
         """Return in words the factor between the file and a recipe, and whether it is any number.
 
-        It is the same for all micro-batches, or 0 for those that are lost. "" if there is none.
+        It is the same for all micro-batches, or 0 for those that are lost; with `apart`, each may have
+        its own. "" if there is none.
         """
         expected, micro = self.numbers(parts), self.file["micro_batch"] * bool(self.size)
         if not self.by_token or expected.shape != self.found.shape:
@@ -233,7 +242,10 @@ class _Stage:
         if not len(kept) or not float(rest.norm()) < self.within * float(self.found.norm()):
             return "", False
         if float(kept.max() - kept.min()) > 10 * self.within * float(kept.abs().max()):
-            return "", False
+            if not apart or 4 * len(factors) > len(micro):  # nearly one for each row
+                return "", False
+            shown = ", ".join(f"{each:.3g}" for each in factors.tolist())
+            return f"the micro-batches are {shown} times as large", True
         value, count = float(kept[0]), len(factors)
         lost = ", ".join(str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within)
         if lost and abs(value - 1) < self.within:
@@ -268,6 +280,8 @@ class _Stage:
     def reported(self, parts: Parts) -> str:
         """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
         losses = self.file.get(self.row["targets"][-1])
+        if not self.file.mask.any(1).all():  # their ratio is 1, so some libraries report their advantages
+            return ""
         expected = by_micro_batch(self.file["micro_batch"], parts.losses())
         if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
             return ""
@@ -416,6 +430,9 @@ def _mask(file: BatchFile) -> Finding:
         if not (padding & ~trailing).any():  # never sampled, so a long run of it is not, either
             real = real & ~(unclear & (unclear.sum(1, keepdim=True) >= 8))
         real = real & (~trailing | last if messages.any() else before == 0)
+        trained, short = (mask & last).any(), mask.sum(1) < mask.sum(1).max()
+        if (is_end & padding).any() and (trained or float(short.double().mean()) < 0.5):
+            unclear = unclear | (trailing & ~mask)  # an end token, or padding after a cut response
     wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True) & known
     ends, starts = (missing & ~(missing & ~at).any() for at in (last, (real.cumsum(-1) == 1) & real))
     kinds = {"includes the prompt": wrong & prompt, "includes tokens of the environment": wrong & messages}
@@ -465,8 +482,8 @@ def _unlike(file: BatchFile, name: str) -> str:
     def same(known: str) -> bool:
         return known in file and torch.equal(file[known][mask], other[mask])
 
-    if above := int((other[mask] > 1e-6).sum()):
-        return f"{above} values are above 0"
+    if positive := int((other[mask] > 1e-6).sum()):
+        return f"{positive} values are above 0"
     if best and fits[best] > max(0.5, fits[""] + 0.2):
         side = {">": "left", "<": "right"}[best[0]]
         fit = f"correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
@@ -483,8 +500,10 @@ def _unlike(file: BatchFile, name: str) -> str:
     if name == "old_logprobs" and since and float(gap.abs().max()) < 1e-6:
         return f"those of the current policy: {since} updates were made since, but every ratio is 1"
     mean, error = (x := gap.exp()).mean(), x.std() / len(x) ** 0.5
-    if name == "behaviour_logprobs" and -float(gap.mean()) > max(0.05, 5 * float(gap.var())):
-        return f"{-gap.mean():.3g} above the trainer's on average, as if of fewer tokens (top-p, top-k)"
+    above = float((gap < 0.01).double().mean()) > 0.85 or -float(gap.mean()) > 5 * float(gap.var())
+    if name == "behaviour_logprobs" and -float(gap.mean()) > 0.05 and above:
+        cause = "of fewer tokens (top-p, top-k)" if fits[""] > 0.5 else "of other, more probable tokens"
+        return f"{-gap.mean():.3g} above the trainer's on average, as if {cause}"
     if name == "behaviour_logprobs" and float(mean) > 1.5 and float(mean - 1) > 10 * float(error):
         words = f"the mean ratio of trainer to sampler is {mean:.3g}, but about 1 or less for sampled tokens"
         return f"not the log-probs with which the tokens were sampled: {words}"
@@ -514,7 +533,7 @@ def _of_other_rows(mask: Tensor, x: Tensor, y: Tensor) -> float:
 
 def _correlation(x: Tensor, y: Tensor) -> float:
     """Return Pearson's correlation of two vectors; 0 if one is constant."""
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num())
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num()) if len(x) > 1 else 0.0
 
 
 def _norms(file: BatchFile) -> Iterator[Finding]:

@@ -117,7 +117,7 @@ def _tokens(x: Tensor, mask: Tensor) -> Tensor:
 def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor:
     """Return the advantages of the tokens [B, T] of some rows."""
     estimated, over_all = recipe.advantage.startswith("gae"), recipe.whiten in ("tokens", "scale")
-    a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else _compared(file, recipe)
+    a = _estimated(file, recipe)[:, : file.mask.shape[1]] if estimated else compared(file, recipe)[0]
     if not (over_all or recipe.after or recipe.to_go):
         a, file, rows = a[rows], file.rows(rows), slice(None)
     a = _tokens(a, file.mask)
@@ -155,8 +155,8 @@ def _estimated(file: BatchFile, recipe: Recipe) -> Tensor:
     return a + values if recipe.advantage == "gae_returns" else a
 
 
-def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
-    """Return the advantages [B] of rewards that are compared, in groups of any size."""
+def compared(file: BatchFile, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return the advantages [B] of compared rewards, in groups of any size, and what float32 may change."""
     r, g, rows = file["all_rewards"], file["all_group"], file["all_index"]
     r = r.index_add(0, rows, -_penalty(file, recipe).sum(-1))
     _, g, size = g.unique(return_inverse=True, return_counts=True)
@@ -171,17 +171,19 @@ def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
     if recipe.advantage == "opo":
         lengths = torch.ones_like(r).index_copy(0, rows, file.mask.sum(-1).double())
         baseline = total(r * lengths) / total(lengths)
-    a = r - baseline
+    a, error = r - baseline, torch.full_like(r, 4 * torch.finfo(torch.float32).eps * float(r.abs().max()))
     if recipe.advantage == "leave_one_out":
         a = a * count / (count - 1).clamp(min=1)
     if recipe.scale != "none":
         variance = r.var(correction=min(free, len(r) - 1))
         if recipe.scale == "group":
             variance = total((r - mean).square()) / (count - free).clamp(min=1)
-        a = a / ((variance if recipe.std == "variance" else variance.sqrt()) + recipe.std_eps)
+        spread = (variance if recipe.std == "variance" else variance.sqrt()) + recipe.std_eps
+        a, error = a / spread, error / spread
     if recipe.whiten == "batch":
-        a = (a - a.mean()) / (a.std(correction=min(free, len(a) - 1)) + recipe.std_eps)
-    return a[rows]
+        spread = a.std(correction=min(free, len(a) - 1)) + recipe.std_eps
+        a, error = (a - a.mean()) / spread, error / spread
+    return a[rows], error[rows]
 
 
 # -- the loss of a token ---------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
 
 def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     """Return the losses [B, T] of pairs, in the first column of the chosen row."""
-    reference = selected(file["ref_logprobs"], file.mask).sum(-1)
+    reference = selected(file["ref_logprobs"], file.get("ref_mask", file.mask)).sum(-1)
     z = selected(logprobs, file.mask).sum(-1) - moved(file, reference, recipe.after)
     if recipe.reduction == "sequence":
         z = z / file.mask.sum(-1).clamp(min=1)
@@ -391,7 +393,15 @@ def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
 # exchanged.
 
 Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
-_VIRTUAL = ("kl_mask", "whiten_mask", "count_mask", "ratio_mask", "trainer_logprobs", "sampler_logprobs")
+_VIRTUAL = (
+    "kl_mask",
+    "whiten_mask",
+    "count_mask",
+    "ratio_mask",
+    "ref_mask",
+    "trainer_logprobs",
+    "sampler_logprobs",
+)
 _TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
 _TERMS |= dict.fromkeys(TABLE["twists"], "loss")
 _NAMES: dict[str, str] = TABLE["names"]

@@ -293,7 +293,7 @@ def test_a_run_starts_one_server_for_its_judges_and_starts_it_again_if_it_is_kil
     words = ["schedule.total_episodes=256", "schedule.save_every=1", "eval.prompts=8"]
     for group, at in ("scorer", "scorer"), ("scorer@gold", "gold"):
         words += [f"{group}=judge", f"{at}.model={tmp_path}/judge", f"{at}.answer=choice"]
-        words += [f"+{at}.arguments={small}"]
+        words += [f"+{at}.arguments={small}", f"{at}.url=null"]  # debug=tiny has a judge without a server
     folder = RunFolder(tmp_path / run_name(tiny(*words)))
     process = subprocess.Popen([sys.executable, "-m", "rlhf.train", *command, *words])
     wait_for(lambda: folder.metrics.exists(), process, seconds=400)

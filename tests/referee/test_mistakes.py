@@ -46,6 +46,47 @@ def test_smaller_groups_that_are_divided_by_the_size_of_the_largest_are_named():
     assert found[0].term == "advantages" and row[1] in found[0].text
 
 
+def test_equal_rewards_whose_mean_float32_rounds_are_no_alarm():
+    tensors, header = step("grpo", 1)
+    header["claims"] |= {"std_eps": 1e-8}
+    size = len(tensors["rewards"]) // len(tensors["group"].unique())
+    groups = tensors["rewards"].view(-1, size).clone()
+    groups[0] = 0.3
+    mean = groups.mean(1, keepdim=True) + 3e-8  # however the framework sums
+    tensors |= {"rewards": groups.flatten()}
+    tensors["advantages"] = ((groups - mean) / (groups.std(1, keepdim=True) + 1e-8)).flatten()
+    assert float(tensors["advantages"][0].abs()) > 0.1
+    del tensors["logprob_grads"], tensors["losses"]
+    assert not wrong(tensors, header)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_rows_without_trained_tokens_may_count_in_the_mean_or_not(dropped):
+    tensors, header = step("grpo", 1)
+    count = len(tensors["response_mask"])
+    tensors["response_mask"][:4] = 0
+    tensors["logprob_grads"][:4] = 0
+    tensors["logprob_grads"] *= count / (count - 4) if dropped else 1
+    tensors["losses"] += 0.1  # some report the advantages of these rows
+    assert not wrong(tensors, header)
+    tensors["logprob_grads"] *= 1.1
+    assert wrong(tensors, header)
+
+
+def test_an_end_token_that_is_also_the_padding_may_be_missing_at_some_responses_only():
+    tensors, header = step("grpo", 1)
+    ids, mask = tensors["response_ids"], tensors["response_mask"]
+    ids[ids == header["pad_id"]] = header["eos_ids"][0]
+    header["pad_id"] = header["eos_ids"][0]
+    ended = ((mask != 0) & (ids == header["pad_id"])).nonzero()
+    assert len(ended) > len(mask) / 2
+    some, every = mask.clone(), mask.clone()
+    some[ended[0, 0], ended[0, 1]] = 0  # a stop text ended it
+    every[ended[:, 0], ended[:, 1]] = 0
+    assert not [each for each in wrong({**tensors, "response_mask": some}, header) if each.term == "mask"]
+    assert wrong({**tensors, "response_mask": every}, header)[0].term == "mask"
+
+
 def test_most_mistakes_are_found_by_the_losses_of_micro_batches():
     named, some = 0, list(MISTAKES.items())[::4]
     for mistake, (settings, terms) in some:

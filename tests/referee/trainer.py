@@ -147,6 +147,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "rejected_without_gradient": (["dpo", "ipo"], ["pairs"]),
     "reference_in_halves": (["dpo", "ipo"], ["pairs"]),
     "chosen_in_first_half": (["dpo", "ipo"], ["pairs"]),
+    "reference_with_padding": (["dpo", "ipo"], ["pairs"]),
     "whitened_again": (["dapo", "turns"], ["advantages"]),
     "reference_of_other_rows": (["grpo"], ["ref_logprobs"]),
     "sampler_divides_log_probs": (["truncate"], ["behaviour_logprobs"]),
@@ -157,6 +158,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "ratio_divided": (["gspo_token"], ["ratio"]),
     "ratio_mean_attached": (["gspo_token"], ["ratio"]),
     "sampler_of_fewer_tokens": (["truncate"], ["behaviour_logprobs"]),
+    "sampler_of_best_tokens": (["truncate", "dapo"], ["behaviour_logprobs"]),
+    "micro_batches_by_number": (["dapo", "grpo"], ["reduction"]),
     "value_of_next_position": (["ppo"], ["advantages"]),
     "kl_not_divided": (["grpo"], ["KL"]),
     "dual_clip_everywhere": (["dapo"], ["clipping"]),
@@ -304,6 +307,8 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
         header |= {"updates_since_old": 0} if bug[0] == "o" else {"step": 3}
     if bug == "sampler_of_fewer_tokens":
         s.logp["behaviour"] = s.logp["old"] + 0.2
+    if bug == "sampler_of_best_tokens":
+        s.logp["behaviour"] = s.logits["behaviour"].log_softmax(-1).amax(-1).float()
     if bug == "sampler_divides_log_probs":
         s.logp["behaviour"] = s.logp["behaviour"] / 0.6
     if bug == "reference_of_other_rows":
@@ -406,7 +411,8 @@ def _loss(
             if bug != "teacher_advantage_attached":
                 k = k.detach() if kind == "k1" else k
             loss = loss + coef * (k * x if kind == "k1" else torch.exp(-k) - 1 + k)
-        losses.append(_reduced(c["reduction"], loss, w, counted, i, bug) + apart)
+        share = part + 1 if bug == "micro_batches_by_number" else 1
+        losses.append(share * _reduced(c["reduction"], loss, w, counted, i, bug) + apart)
     return _backward(losses, now, "logprob_grads", "losses")
 
 
@@ -477,7 +483,7 @@ def _pairs(c: dict[str, Any], s: SimpleNamespace, micro: Tensor, bug: str | None
     for part in range(MICRO):
         i = micro == part
         reference = 0 if bug == "pair_without_reference" else s.logp["ref"][i].double()
-        sums = (reference * mask[i]).sum(1)
+        sums = (reference * (1 if bug == "reference_with_padding" else mask[i])).sum(1)
         if bug == "reference_in_halves":
             sums = torch.stack(sums.chunk(2), 1).flatten()
         ratios = (now[i].double() * mask[i]).sum(1) - sums
