@@ -408,13 +408,12 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def setup_logging(folder: RunFolder | Path) -> logging.Logger:
+def setup_logging(folder: RunFolder) -> logging.Logger:
     """Send messages of the logger "rlhf" and Python warnings to the terminal and to the folder's train.log.
 
     Only the first rank logs. A sweep runs several jobs in one process and calls this function once per job;
     the last call determines the folder.
     """
-    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     folder.path.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("rlhf")
     for handler in list(log.handlers):
