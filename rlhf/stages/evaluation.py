@@ -106,10 +106,11 @@ def evaluate(
         evaluations. Damaged checkpoints have no row.
 
     Raises:
-        UserError: the run has no model, an item that the config names cannot be used, or another process
-            evaluates in the folder.
+        UserError: there is no such split, the run has no model, an item that the config names cannot be used,
+            or another process evaluates in the folder.
         Interrupted: a signal stopped the evaluation.
     """
+    check_split(split)
     wanted = [*named_models(models), *(candidates(folder, cfg, only) if folder.config.is_file() else ())]
     rows = known(cfg, folder, split)
     due = _not_evaluated(wanted, rows)
