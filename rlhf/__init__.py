@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from rlhf.study.study import Study as Study
     from rlhf.sweeping import sweep as sweep
 
-__all__ = [
-    "Experiment",
-    "Hook",
-    "Interrupted",
-    "RunError",
-    "StopRun",
-    "Study",
-    "UserError",
-    "__version__",
-    "sweep",
-]
-
 # Name -> module. They are imported at their first use, so that the commands start quickly.
 _LAZY = {
     "Experiment": "rlhf.experiment",
@@ -40,6 +28,7 @@ _LAZY = {
     "Study": "rlhf.study.study",
     "sweep": "rlhf.sweeping",
 }
+__all__ = ["Interrupted", "RunError", "UserError", "__version__", *_LAZY]
 
 launched.handle()
 

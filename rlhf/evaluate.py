@@ -21,7 +21,7 @@ from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import alone, changed, check_split, evaluate, run_folder, table
+from rlhf.stages.evaluation import alone, changed, evaluate, run_folder, table
 from rlhf.terminal.console import console, say
 from rlhf.words.compose import digest
 from rlhf.words.mistakes import texts
@@ -63,7 +63,6 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
         UserError: the run does not exist, or an argument is invalid.
     """
     split = own.get("split", "validation")
-    check_split(split)
     models = texts(own.get("models", ""))
     if "run" in own or not models:
         folder = run_folder(COMMAND.required(own, "run", overrides))

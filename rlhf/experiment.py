@@ -42,7 +42,7 @@ from rlhf.loggers.logger import Hook
 from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.runs.lock import Claim, claimed, creating
 from rlhf.runs.resuming import LENGTH, earlier_name, folder_of, length_key, length_value, prepare, shorter_run
-from rlhf.stages.evaluation import changed, check_sampling, check_split, evaluate, run_folder
+from rlhf.stages.evaluation import changed, check_sampling, evaluate, run_folder
 from rlhf.stages.prerequisites import push_run
 from rlhf.terminal.console import say, say_loading
 from rlhf.usercode.address import Function, GivenFunctions
@@ -346,7 +346,6 @@ class Experiment:
         """
         words = listed(overrides)
         self.functions.provide()
-        check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
         return _frame(evaluate(changed(files, words), files, split, only, models))

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rlhf.config.root import selecting
@@ -89,8 +88,7 @@ def _follow(command: list[str]) -> int:
             for line in child.stdout:
                 print(line, end="", flush=True)
         except KeyboardInterrupt:
-            with suppress(ProcessLookupError):
-                child.send_signal(signal.SIGINT)  # a notebook does not send Ctrl-C to the child
+            child.send_signal(signal.SIGINT)  # a notebook does not send Ctrl-C to the child
             child.wait()
             raise
         return child.wait()

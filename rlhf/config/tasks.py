@@ -68,11 +68,6 @@ class TaskConfig(Section):
             rule, reason = "be the name of a split", "files have its name"
             yield self.refused(at, "validation_split", rule, reason, "test")
 
-    @property
-    def train_size(self) -> int | None:
-        """The number of training prompts, if the config sets it."""
-        return None
-
     def own_key(self, name: str, text: str) -> str:
         """Return a text in which the keys of `task` are those of the part `name`."""
         return text

@@ -364,14 +364,14 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     The function reads SLURM's variables of the step (`SLURM_STEP_...`), which exist only in processes that
     srun started. Variables of the job also exist in the batch script, which is a single process.
     """
-    if environ.get("SUBMITIT_EXECUTOR") == "local":
-        tasks = int(environ["SUBMITIT_LOCAL_NTASKS"])
+    of_submitit = environ.get("SUBMITIT_EXECUTOR") == "local"
+    tasks = int(environ.get("SUBMITIT_LOCAL_NTASKS" if of_submitit else "SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1:
+        return {}
+    if of_submitit:
         rank = local = environ["SUBMITIT_LOCAL_GLOBALID"]
         on_this_machine, host, job = tasks, "127.0.0.1", int(environ["SUBMITIT_LOCAL_JOB_ID"])
     else:
-        tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-        if tasks == 1:
-            return {}
         rank, local = environ["SLURM_PROCID"], environ["SLURM_LOCALID"]
         counts: list[int] = []  # of each node: 4(x2),3 stands for 4, 4, 3
         for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -381,8 +381,6 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
         nodes = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environ["SLURM_STEP_NODELIST"])  # rack[1-2]node[08-10,12],a
         host = nodes.partition(",")[0]
         job = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
-    if tasks == 1:
-        return {}
     if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():
         local = "0"  # each task sees one GPU (--gpus-per-task), and LOCAL_RANK indexes the visible GPUs
     return {

@@ -99,12 +99,11 @@ class Preflight(Callback):
             try:
                 experiment = experiment_of(config, overrides, number)
                 experiment.validate()
-            except UserError as error:
-                problems += [f"{label}: {problem}" for problem in error.problems]
-            else:
-                wrong = _problems_of_job(config, experiment.config)
-                problems += [f"{label}: {problem}" for problem in wrong]
+                found = tuple(_problems_of_job(config, experiment.config))
                 doubts += [f"{label}: {warning}" for warning in warnings(experiment.config)]
+            except UserError as error:
+                found = error.problems
+            problems += [f"{label}: {problem}" for problem in found]
         if problems:
             refuse(problems)
         warn(doubts)

@@ -391,14 +391,10 @@ def unfinished(study: Study, space: SearchSpace) -> list[Trial]:
 
 def to_repeat(trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
     """Return the values of the failed trials that were not repeated."""
-    failed, others = {}, set()
-    for trial in trials:
-        values = frozenset(overrides(trial.params))
-        if trial.state is TrialState.FAIL and trial.params:
-            failed[values] = trial.params
-        elif trial.state is not TrialState.FAIL:
-            others.add(values)
-    return [params for values, params in failed.items() if values not in others]
+    failed = [each.params for each in trials if each.state is TrialState.FAIL and each.params]
+    others = [set(overrides(each.params)) for each in trials if each.state is not TrialState.FAIL]
+    distinct = {frozenset(overrides(params)): params for params in failed}
+    return [params for values, params in distinct.items() if values not in others]
 
 
 def tell(study: Study, trial: Trial, done: JobReturn) -> bool:
@@ -406,13 +402,11 @@ def tell(study: Study, trial: Trial, done: JobReturn) -> bool:
 
     A trial fails if its job fails, or if its run is finished without a finite value of the metric.
     """
-    value = done._return_value if done.status is JobStatus.COMPLETED else None
-    pruned = _PRUNED in study.get_trials(deepcopy=False)[trial.number].user_attrs
-    if done.status is JobStatus.COMPLETED and pruned:
-        study.tell(trial.number, state=TrialState.PRUNED)
-    elif value is None or not math.isfinite(value):
-        study.tell(trial.number, state=TrialState.FAIL)
-        return False
-    else:
-        study.tell(trial.number, float(value), state=TrialState.COMPLETE)
-    return True
+    value, state = done._return_value, TrialState.FAIL
+    if done.status is JobStatus.COMPLETED:
+        if _PRUNED in study.get_trials(deepcopy=False)[trial.number].user_attrs:
+            state = TrialState.PRUNED
+        elif value is not None and math.isfinite(value):
+            state = TrialState.COMPLETE
+    study.tell(trial.number, value if state is TrialState.COMPLETE else None, state=state)
+    return state is not TrialState.FAIL

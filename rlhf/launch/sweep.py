@@ -121,17 +121,15 @@ class Sweep(Launcher):
 
     def report(self) -> None:
         """Print the table of two or more jobs, the conclusion of the sweeper, and the failed jobs."""
+        table: list[str] = []
         if len(self.jobs) > 1:
-            console.print()
-            for line in lines(self.jobs):
-                console.print(line, markup=False, soft_wrap=True)
             folder = Path(self.config.hydra.sweep.dir)
             own = list(dict.fromkeys(job.path for job in self.jobs if job.folder is not None))
             names = {path.resolve() for path in own}
             others = [file for file in folder.glob("*/config.yaml") if file.parent.resolve() not in names]
             command = ["python", "-m", "rlhf.report", *map(short_path, own if others else [folder])]
-            console.print(f"compare: {shlex.join(command)}", markup=False, soft_wrap=True)
-        for line in self.conclusion:
+            table = ["", *lines(self.jobs), f"compare: {shlex.join(command)}"]
+        for line in [*table, *self.conclusion]:
             console.print(line, markup=False, soft_wrap=True)
         if not self.failures:
             return

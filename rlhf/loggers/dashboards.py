@@ -287,10 +287,8 @@ class MlflowLogger(ContinuedDashboard):
         except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:
             reason = hide(str(error).partition("\n")[0])
             rule = "logger=mlflow needs a store that accepts the run"
-            remedy = (
-                "correct logger.mlflow.uri or the variable MLFLOW_TRACKING_URI, or leave logger=mlflow out"
-            )
-            raise UserError(f"{rule}, got: {reason}; {remedy}") from None
+            remedy = "correct logger.mlflow.uri or the variable MLFLOW_TRACKING_URI"
+            raise UserError(f"{rule}, got: {reason}; {remedy}, or leave logger=mlflow out") from None
         self.send_missing()
 
     def experiment(self, name: str, artifacts: str | None) -> str:

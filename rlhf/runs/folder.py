@@ -408,30 +408,29 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def setup_logging(folder: RunFolder | Path) -> logging.Logger:
+_LOGGERS = (logging.getLogger("rlhf"), logging.getLogger("py.warnings"))  # with the same handlers
+
+
+def setup_logging(folder: RunFolder) -> logging.Logger:
     """Send messages of the logger "rlhf" and Python warnings to the terminal and to the folder's train.log.
 
     Only the first rank logs. A sweep runs several jobs in one process and calls this function once per job;
     the last call determines the folder.
     """
-    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     folder.path.mkdir(parents=True, exist_ok=True)
-    log = logging.getLogger("rlhf")
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
-        handler.close()
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    earlier = _LOGGERS[0].handlers
+    handlers: list[logging.Handler] = []
     if is_first_rank():
-        log.addHandler(_TerminalHandler())
         to_file = _LogFile(folder.log, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(to_file)
+        handlers = [_TerminalHandler(), to_file]
+    for log in _LOGGERS:
+        log.handlers, log.propagate = handlers[:], False
+    for handler in earlier:
+        handler.close()
+    _LOGGERS[0].setLevel(logging.INFO)
     logging.captureWarnings(True)
-    warnings_log = logging.getLogger("py.warnings")
-    warnings_log.handlers = list(log.handlers)
-    warnings_log.propagate = False
-    return log
+    return _LOGGERS[0]
 
 
 @contextmanager
@@ -442,9 +441,8 @@ def run_log() -> Iterator[None]:
     reward function. After the block, messages go where they went before: a run that makes its SFT model first
     returns to its own train.log.
     """
-    loggers = logging.getLogger("rlhf"), logging.getLogger("py.warnings")
-    outer = [log.handlers[:] for log in loggers]
-    for log in loggers:
+    outer = [log.handlers[:] for log in _LOGGERS]
+    for log in _LOGGERS:
         log.handlers.clear()
     try:
         yield
@@ -460,9 +458,9 @@ def run_log() -> Iterator[None]:
         transcript.error("unexpected error: %s", type(error).__name__, exc_info=error)
         raise
     finally:
-        for handler in loggers[0].handlers:
+        for handler in _LOGGERS[0].handlers:
             handler.close()
-        for log, handlers in zip(loggers, outer, strict=True):
+        for log, handlers in zip(_LOGGERS, outer, strict=True):
             log.handlers[:] = handlers
 
 

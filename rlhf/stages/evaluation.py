@@ -106,10 +106,11 @@ def evaluate(
         evaluations. Damaged checkpoints have no row.
 
     Raises:
-        UserError: the run has no model, an item that the config names cannot be used, or another process
-            evaluates in the folder.
+        UserError: there is no such split, the run has no model, an item that the config names cannot be used,
+            or another process evaluates in the folder.
         Interrupted: a signal stopped the evaluation.
     """
+    check_split(split)
     wanted = [*named_models(models), *(candidates(folder, cfg, only) if folder.config.is_file() else ())]
     rows = known(cfg, folder, split)
     due = _not_evaluated(wanted, rows)
@@ -534,8 +535,7 @@ def candidates(folder: RunFolder, cfg: Config, only: Sequence[str] = ()) -> list
             "set only=model, or leave it out"
         )
     chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
-    adapter = bool(cfg.model.lora.rank)
-    if chosen[-1].checkpoint is None and (problem := folder.model_problem(adapter)):
+    if chosen[-1].checkpoint is None and (problem := folder.model_problem(bool(cfg.model.lora.rank))):
         others = ",".join(name for name in names if name != folder.model.name)
         raise UserError(
             f"run= must have a complete final model ({problem}), got {folder.path}; "
@@ -560,10 +560,9 @@ def named_models(models: Sequence[str]) -> list[_Candidate]:
     for model in models:
         folder, digits = Path(model).expanduser(), None
         if folder.is_dir():  # its card does not change what the model computes
-            stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
-            digits = files.digest(
-                {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if name != CARD}
-            )
+            kept = [path for path in folder.iterdir() if path.is_file() and path.name != CARD]
+            stats = {path.name: path.stat() for path in kept}
+            digits = files.digest({name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()})
         found.append(_Candidate(model, folder, None, files=digits))
     return found
 

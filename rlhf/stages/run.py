@@ -129,10 +129,10 @@ def carry_out(
     if last is not None:
         compare(last, data)
     state = build_state(cfg, task)
-    print_opening(cfg, folder, stages, task, notes, ranks)
 
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
+        print_opening(cfg, folder, stages, task, notes, ranks)
         parts = assemble(cfg, task, data, state, folder, ranks, ends)
         saved = None
         if last is not None:

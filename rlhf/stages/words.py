@@ -63,7 +63,7 @@ def print_opening(
     Args:
         cfg: the config of the run, with the models that the run made first.
         folder: the run folder.
-        stages: the stages of the command; the last one is the run.
+        stages: the stages of the run, which is in the last one.
         task: the data of the run.
         notes: further rows, by name.
         ranks: the ranks of the run.
@@ -72,9 +72,8 @@ def print_opening(
         UserError: a split that the run reads cannot be loaded, or has no prompt that can be used, a reward
             function fails, or the chat template of a reward model does not format a dialogue.
     """
-    number = stages.prefix(len(stages.names))
-    say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
-    rows = [("run folder", short_path(folder.path))] if stages.outermost else []
+    say(f"{progress.prefix()}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
+    rows = [("run folder", short_path(folder.path))] if progress.current is stages else []
     for name, value in [*rows, *describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
     say_ends(cfg, task.tokenizer)
@@ -103,12 +102,12 @@ def _log_all(warnings: Iterable[str]) -> None:
 _MANY_PASSES = 10
 
 
-def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+def describe(cfg: Config, examples: int) -> list[tuple[str, str]]:
     """Return (name, value) rows of the summary: derived sizes of a run, and the memory that the run needs.
 
     Args:
         cfg: the config of the run.
-        examples: the size of the training data; None: not known yet.
+        examples: the size of the training data.
     """
     rows = counts(cfg, examples)
     if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
@@ -118,22 +117,16 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     return [*rows, *plan.rows(plan.plan(cfg))]
 
 
-def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+def counts(cfg: Config, examples: int) -> list[tuple[str, str]]:
     """Return (name, value) rows of the counts of a run, from episodes per update to checkpoints.
 
     Args:
         cfg: the config of the run.
-        examples: the size of the training data; None: not known yet.
+        examples: the size of the training data.
     """
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
-    if examples is None and not cfg.reads_pairs:
-        examples = cfg.task.train_size
-    forward = ("sequences per forward", _forward_size(cfg))
-    if cfg.epochs is not None and examples is None:
-        unknown = f"{plain(cfg.epochs)} epochs; the number is known when the data are read"
-        return [*rows, ("updates", unknown), forward]
     updates = cfg.num_updates(examples)
     unit = "examples" if cfg.algo.supervised else "prompts"
     if cfg.epochs is not None:
@@ -141,11 +134,10 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         rows.append(("updates", f"{updates:,} = {epochs} / {prompts:,}"))
     else:
         rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
-        if examples is not None:
-            rows.append(("passes over the data", f"{_passes(cfg, examples):.3g} of {examples:,} {unit}"))
+        rows.append(("passes over the data", f"{_passes(cfg, examples):.3g} of {examples:,} {unit}"))
     steps = updates * schedule.minibatches * schedule.epochs
     parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
-    rows += [("optimizer steps", f"{steps:,} = {parts}"), forward]
+    rows += [("optimizer steps", f"{steps:,} = {parts}"), ("sequences per forward", _forward_size(cfg))]
     if cfg.generator.packages:
         rows.append(("generator", cfg.generator.name))
     trainer, generator = threads(cfg)

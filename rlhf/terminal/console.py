@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -346,15 +346,8 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[..., None]]
         mode: value of the config key `progress`: "live", "plain", "off", or "auto" (live in a terminal,
             otherwise plain).
     """
-    display = ProgressDisplay(prefix() + title, total, mode)
-
-    def advance(count: int = 1) -> None:
-        display.update(display.done + count)
-
-    try:
-        yield advance
-    finally:
-        display.close()
+    with closing(ProgressDisplay(prefix() + title, total, mode)) as display:
+        yield lambda count=1: display.update(display.done + count)
 
 
 # The stages of a command (SFT model, preference pairs, ...): numbers, names and total time for the terminal.
@@ -394,11 +387,6 @@ class Stages:
         self.number = 0  # of the current stage, from 1
         self.began = time.monotonic()
         self.skipped = 0  # stages that were finished before
-
-    @property
-    def outermost(self) -> bool:
-        """Whether the command is not a stage itself; between its stages only."""
-        return current is None
 
     def total_s(self, left_s: float) -> float | None:
         """Return about how many seconds all stages take; None if no stage follows the current one.
@@ -445,10 +433,6 @@ class Stages:
     def numbered(self, number: int) -> str:
         """Return the number of a stage for titles, such as "[1/4] "; empty if there is one stage."""
         return job + (f"[{number}/{len(self.names)}] " if len(self.names) > 1 else "")
-
-    def prefix(self, number: int) -> str:
-        """Return the number for titles in stage `number`: that of the outer stage, if there is one."""
-        return self.numbered(number) if current is None else prefix()
 
     def title(self, number: int) -> str:
         """Return the title of stage `number`, such as "[1/4] SFT model"."""

@@ -36,7 +36,7 @@ def test_the_default_is_the_run_of_the_option_that_it_selects_and_the_summary_sh
     for overrides in (MODEL, [*MODEL, "generator=auto"]):
         chosen = config(overrides)
         assert chosen == named and run_name(chosen) == run_name(named)
-    assert (("generator", expected) in describe(named)) == expected.startswith("vllm")
+    assert (("generator", expected) in describe(named, 8192)) == expected.startswith("vllm")
 
 
 @pytest.mark.parametrize(

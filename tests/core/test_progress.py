@@ -225,7 +225,7 @@ def test_stages_print_number_folder_and_time(lines):
         "[1/3] SFT model: done in 0:00",
         "[2/3] reward model: finished, in b",
     ]
-    assert module.current is None and made.outermost
+    assert module.current is None
 
 
 def test_a_later_stage_is_expected_to_last_as_long_as_the_mean_of_the_stages_so_far(lines, seconds):
@@ -241,9 +241,9 @@ def test_a_run_that_is_a_stage_keeps_the_number_of_the_stage(lines):
     with Stages(["RLHF", "evaluation"]).run(1, Path("a")):
         inner = Stages(NAMES)
         inner.skip(1, Path("b"))
-        assert inner.prefix(3) == "[1/2] " and not inner.outermost
         with inner.enter(3):
             assert module.title("dpo tldr_mini") == "[1/2] RLHF"
+            assert module.prefix() == "[1/2] " and module.current is not inner
     assert lines == ["[1/2] RLHF: a", "[1/2] RLHF: done in 0:00"]
 
 
@@ -257,7 +257,9 @@ def test_titles_of_jobs_in_parallel_begin_with_the_number_of_the_job(lines, monk
     made = Stages(["SFT model", "dpo tldr_mini"])
     with made.run(1, Path("a")):
         assert module.prefix() == "job 2 [1/2] " and module.title("sft") == "job 2 [1/2] SFT model"
-    assert made.prefix(2) == "job 2 [2/2] " and lines[0] == "job 2 [1/2] SFT model: a"
+    with made.enter(2):
+        assert module.prefix() == "job 2 [2/2] "
+    assert lines[0] == "job 2 [1/2] SFT model: a"
     with Stages(["dpo"]).enter(1):
         assert module.title("dpo tldr_mini") == "job 2 dpo tldr_mini"
 

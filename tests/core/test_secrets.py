@@ -47,7 +47,7 @@ def test_settings_with_similar_names_are_no_secrets():
 
 def test_no_secret_reaches_stderr_the_terminal_train_log_or_the_record_of_the_command(tmp_path, capsys):
     words = ["scorer.url=http://h/x?token=hunter2", "a.path=hf_hunter2hunter2hunter2", "x.secret=hunter2"]
-    log = setup_logging(tmp_path)
+    log = setup_logging(RunFolder(tmp_path))
     log.warning("cannot reach %s", words[0])
     try:
         raise OSError("http://me:hunter2@host/x")

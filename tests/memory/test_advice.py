@@ -129,7 +129,7 @@ def test_the_automatic_limit_of_tokens_fits_the_machine():
     cfg = with_token_limit(compose(words))
     assert plan(cfg).uses[0].bytes <= 0.9 * 16 * GIB and problems(compose(words)) == []
     shown = "at most 16384, and at most what fits into the memory"
-    assert ("sequences per forward", shown) in describe(compose(words))
+    assert ("sequences per forward", shown) in describe(compose(words), 8192)
     on_gpus = with_token_limit(compose(LARGE_BATCH), TWO_GPUS).backend.tokens
     assert on_gpus == with_token_limit(compose(words), TWO_GPUS).backend.tokens, "the default on a GPU"
     assert with_token_limit(compose(LARGE_BATCH)) == cfg, "the default on a CPU with too little memory"
@@ -159,7 +159,7 @@ def test_settings_that_need_less_memory_are_named_with_the_memory_that_they_need
 
 
 def test_the_summary_has_one_memory_row_for_each_device(machine, pythia):
-    shown = dict(describe(compose([])))
+    shown = dict(describe(compose([]), 8192))
     assert shown["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
     names = [name for name, _ in rows(plan(compose([*pythia, "generator=vllm"]), TWO_GPUS))]
     assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]

@@ -86,7 +86,7 @@ def test_an_error_before_the_log_exists_is_not_printed_a_second_time(capsys):
 
 def test_a_warning_is_one_line_of_a_pipe(tmp_path, logger, capsys):
     with run_log():
-        setup_logging(tmp_path)
+        setup_logging(RunFolder(tmp_path))
         logger.warning("word " * 50 + "[end]")
     assert capsys.readouterr().out == "warning: " + "word " * 50 + "[end]\n"
 
