@@ -98,6 +98,8 @@ class _Stage:
             self.error = recipes.compared(file, recipe)[1][:, None]
         if self.by_token:
             self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
+            if name == "loss" and file.header.get("dtype", "float32") != "float32":
+                self.error = self.near(gradient)
             if mask:  # a gradient counts everywhere
                 self.found = selected(self.found, file[mask])
             elif self.found.numel() > _ENOUGH:
@@ -120,7 +122,15 @@ class _Stage:
         if found.shape != expected.shape or not expected.isfinite().all():
             return math.inf
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
-        return float(((found - expected).abs() - self.error).clamp(min=0).norm()) / size
+        error = self.error if self.by_token else 1e-6 * expected.abs()  # a large loss has few decimals
+        return float(((found - expected).abs() - error).clamp(min=0).norm()) / size
+
+    def near(self, gradient: Tensor) -> Tensor:
+        """Return which gradients [B, T] rounding decides, with 16 bits: at ratios near a bound."""
+        level, bounds = self.recipe.ratio, (1 - self.recipe.clip_low, 1 + self.recipe.clip_high)
+        ratio = recipes.log_ratio(self.file, self.recipe, self.file["logprobs"], level).exp()
+        at = sum((ratio - bound).abs() < 2**-7 * bound for bound in bounds)
+        return at * torch.maximum(gradient.abs(), self.found.abs())
 
     def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
         """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
@@ -268,9 +278,6 @@ class _Stage:
         for words, size in sizes.items():
             known[f"multiplied by the {size} {words}"] = size
             known[f"divided by the {size} {words}"] = 1 / max(size, 1)
-        if "prompt_mask" in file:
-            prompts = int(file["prompt_mask"].sum())
-            known["the tokens of the prompts count in the mean"] = tokens / max(tokens + prompts, 1)
         longest = int(file.mask.sum(1).max())
         words = f"divided by the longest response ({longest}), not by {self.recipe.max_tokens}"
         known[words] = self.recipe.max_tokens / max(longest, 1)
@@ -285,7 +292,7 @@ class _Stage:
         expected = by_micro_batch(self.file["micro_batch"], parts.losses())
         if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
             return ""
-        limit = max(1e-3, self.within) * self.size
+        limit = max(1e-3, self.within) * self.size + self.within * float(expected.norm())
         if any(float((losses / each - expected).norm()) < limit for each in (1, len(losses))):
             return ""
         shown = f"{losses.sum():.6g}, not {expected.sum():.6g}"

@@ -221,8 +221,8 @@ def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
         return file
     old = file.get("trainer_logprobs", file.get("old_logprobs", file["logprobs"]))
     sampler = file.get("sampler_logprobs", file["behaviour_logprobs"])
-    found = of_tokens(old, sampler, file.mask, given)
-    return file.changed(weights=found["weights"], count_mask=found["trained"])
+    found = of_tokens(old, sampler, file.get("correction_mask", file.mask), given)
+    return file.changed(weights=found["weights"], count_mask=found["trained"] & file.mask)
 
 
 def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
         ratio = bounded(selected(logprobs.detach() - sampler, file.mask)).exp()
         weight = ratio.clamp(max=recipe.teacher_cap) if recipe.teacher_cap else torch.ones_like(ratio)
         distance = _kl(k, torch.zeros_like(k), recipe.teacher)
-        if recipe.teacher == "k1":
+        if recipe.teacher == "k1" and recipe.detached != "nothing":
             k = k if recipe.detached == "advantage" else k.detach()
             distance = gae(k, 0 * k, recipe.teacher_gamma, 1.0, file.mask) * logprobs
         losses = losses + recipe.teacher_coef * weight * distance
@@ -393,15 +393,7 @@ def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
 # exchanged.
 
 Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
-_VIRTUAL = (
-    "kl_mask",
-    "whiten_mask",
-    "count_mask",
-    "ratio_mask",
-    "ref_mask",
-    "trainer_logprobs",
-    "sampler_logprobs",
-)
+_VIRTUAL = (*TABLE["names"], "trainer_logprobs", "sampler_logprobs")  # a file need not have them
 _TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
 _TERMS |= dict.fromkeys(TABLE["twists"], "loss")
 _NAMES: dict[str, str] = TABLE["names"]
@@ -515,6 +507,8 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "white_parts": lambda: _by_part(
             micro, file.mask.double(), lambda at: whiten(_tokens(x, file.mask)[at], file.mask[at])
         ),
+        "with_prompt": lambda: torch.cat([x, file["prompt_mask"]], 1) if "prompt_mask" in file else None,
+        "rounded": lambda: x.bfloat16().double(),
         "squared": lambda: x.square(),
         "signs": lambda: x.sign(),
         "positive": lambda: x.clamp(min=0),

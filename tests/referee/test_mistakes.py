@@ -87,6 +87,41 @@ def test_an_end_token_that_is_also_the_padding_may_be_missing_at_some_responses_
     assert wrong({**tensors, "response_mask": every}, header)[0].term == "mask"
 
 
+def test_a_mean_over_prompt_and_response_is_named():
+    tensors, header = step("gspo_token", 1)
+    tensors["prompt_mask"] = torch.arange(6) >= torch.arange(len(tensors["rewards"]))[:, None] % 5
+    lengths, prompts = (
+        tensors["response_mask"].sum(1, keepdim=True),
+        tensors["prompt_mask"].sum(1, keepdim=True),
+    )
+    tensors["logprob_grads"] *= lengths / (lengths + prompts)
+    assert wrong(tensors, header)[0].term == "reduction"
+
+
+def test_a_large_loss_of_values_in_float32_is_no_alarm():
+    tensors, header = step("ppo", 1)
+    header["claims"] |= {"advantage": "given", "vf_coef": 1.0}
+    mask, returns, micro = tensors["response_mask"], 1000 * tensors["returns"], tensors["micro_batch"]
+    tensors |= {name: 1e-3 * torch.ones_like(returns) for name in ("values", "old_values")}
+    gap = (tensors["values"] - returns) * mask
+    losses = torch.stack([gap[micro == part].square().sum() for part in micro.unique()]) / mask.sum()
+    tensors |= {"returns": returns, "value_grads": 2 * gap / mask.sum(), "value_losses": losses * (1 + 2e-7)}
+    assert not wrong(tensors, header)
+    assert wrong({**tensors, "value_losses": 1.01 * losses}, header)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bfloat16_decides_whether_a_ratio_near_a_bound_is_clipped(dtype):
+    tensors, header = step("opo", 1)
+    ratio = (tensors["logprobs"] - tensors["old_logprobs"]).double().exp()
+    inside = (ratio < 1.19) & (ratio > 0.81) & (tensors["response_mask"] != 0)
+    row, place = (inside & (tensors["advantages"].view(len(ratio), -1) > 0)).nonzero()[0].tolist()
+    tensors["old_logprobs"][row, place] = tensors["logprobs"][row, place] - 0.1875  # 1.206; 1.203 in bfloat16
+    tensors["logprob_grads"][row, place] *= 1.206 / ratio[row, place]
+    del tensors["losses"]
+    assert bool(wrong(tensors, {**header, "dtype": dtype})) == (dtype == "float32")
+
+
 def test_most_mistakes_are_found_by_the_losses_of_micro_batches():
     named, some = 0, list(MISTAKES.items())[::4]
     for mistake, (settings, terms) in some:

@@ -137,6 +137,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "variance": (["grpo"], ["advantages"]),
     "advantages_by_length": (["grpo", "dapo"], ["advantages"]),
     "rewards_squared": (["opo"], ["advantages"]),
+    "rewards_in_bfloat16": (["opo", "grpo"], ["advantages"]),
     "reward_kl_mean": (["reinforce", "ppo"], ["advantages"]),
     "kl_with_padding": (["grpo", "dapo"], ["KL"]),
     "kl_weighted": (["truncate"], ["KL"]),
@@ -152,6 +153,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "reference_of_other_rows": (["grpo"], ["ref_logprobs"]),
     "sampler_divides_log_probs": (["truncate"], ["behaviour_logprobs"]),
     "teacher_advantage_attached": (["distill"], ["teacher"]),
+    "teacher_log_ratio_as_loss": (["distill"], ["teacher"]),
     "padding_without_end": (["turns"], ["mask"]),
     "baseline_of_others_by_all": (["grpo"], ["advantages"]),
     "whitened_in_micro_batches": (["ppo"], ["advantages"]),
@@ -229,6 +231,8 @@ def advantages_of(c: dict[str, Any], s: SimpleNamespace, bug: str | None) -> tup
         return _gae(c, s, kl, bug)
     if bug == "rewards_of_next_row":
         rewards = rewards.roll(-1)
+    if bug == "rewards_in_bfloat16":
+        rewards = rewards.bfloat16().double()
     if bug == "rewards_squared":
         rewards = rewards**2
     rewards = rewards - kl.sum(1)
@@ -410,7 +414,8 @@ def _loss(
                 kind = "k3" if kind == "k1" else "k1"
             if bug != "teacher_advantage_attached":
                 k = k.detach() if kind == "k1" else k
-            loss = loss + coef * (k * x if kind == "k1" else torch.exp(-k) - 1 + k)
+            advantage = 1 if bug == "teacher_log_ratio_as_loss" else k
+            loss = loss + coef * (advantage * x if kind == "k1" else torch.exp(-k) - 1 + k)
         share = part + 1 if bug == "micro_batches_by_number" else 1
         losses.append(share * _reduced(c["reduction"], loss, w, counted, i, bug) + apart)
     return _backward(losses, now, "logprob_grads", "losses")
