@@ -100,6 +100,7 @@ class _Stage:
             self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
             if name == "loss" and file.header.get("dtype", "float32") != "float32":
                 self.error = self.near(gradient)
+            self.error = self.error.expand(gradient.shape)
             if mask:  # a gradient counts everywhere
                 self.found = selected(self.found, file[mask])
             elif self.found.numel() > _ENOUGH:
@@ -116,13 +117,13 @@ class _Stage:
 
     def off(self, parts: Parts) -> float:
         """Return how far numbers are from those of the file, relative to the larger of the two."""
-        expected, found = self.numbers(parts), self.found
+        expected, found, error = self.numbers(parts), self.found, self.error
         if len(expected) < len(found):
-            found = found[self.rows]
+            found, error = found[self.rows], error[self.rows]
         if found.shape != expected.shape or not expected.isfinite().all():
             return math.inf
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
-        error = self.error if self.by_token else 1e-6 * expected.abs()  # a large loss has few decimals
+        error = error if self.by_token else 1e-6 * expected.abs()  # a large loss has few decimals
         return float(((found - expected).abs() - error).clamp(min=0).norm()) / size
 
     def near(self, gradient: Tensor) -> Tensor:

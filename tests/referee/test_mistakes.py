@@ -253,7 +253,8 @@ def test_a_kl_of_later_tokens_and_another_constant_of_a_deviation_are_no_alarm()
     assert "advantages" not in [each.term for each in wrong(found, header | {"claims": claims})]
 
 
-def test_a_penalty_of_a_large_batch_that_is_not_divided_is_named():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_penalty_of_a_large_batch_that_is_not_divided_is_named(dtype):
     """Mistakes are tried on some of the rows only, if there are many tokens."""
     g = torch.Generator().manual_seed(0)
     shape = (40, 2048)
@@ -268,8 +269,9 @@ def test_a_penalty_of_a_large_batch_that_is_not_divided_is_named():
     tensors = {"response_mask": torch.ones(shape), "logprobs": now, "old_logprobs": old, "ref_logprobs": ref}
     tensors |= {"advantages": a, "rewards": rewards, "group": torch.arange(40) // 4, "micro_batch": micro}
     claims = {"scale": "none", "kl_coef": 0.05, "reduction": "token"}
-    found = wrong(tensors | {"logprob_grads": x.grad}, {"schema": 1, "claims": claims})
-    assert [each.term for each in found] == ["KL"] and "4 times" in found[0].text
+    found = wrong(tensors | {"logprob_grads": x.grad}, {"schema": 1, "claims": claims, "dtype": dtype})
+    assert [each.term for each in found] == ["KL"]
+    assert "4 times" in found[0].text or dtype == "bfloat16"  # its tolerance is nearly the effect
 
 
 def test_mistakes_are_tried_where_nothing_bounds_the_ratio():
