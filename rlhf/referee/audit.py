@@ -158,7 +158,7 @@ class _Stage:
         if not self.file.header.get("claims"):
             if same := self.identified():
                 return [Finding(term, "ok", self.words(self.alike(same)))]
-            state = "unchecked" if self.name == "advantages" else "wrong"  # rewards may be shaped before
+            state = "wrong" if self.name in ("loss", "pairs") else "unchecked"  # rewards may be shaped before
             return [Finding(term, state, f"no known variant gives these numbers: {self.where()}")]
         off = self.off(self.base)
         if off < self.within:
@@ -174,9 +174,15 @@ class _Stage:
             return [Finding(its, "wrong", f"{text}{size}") for its, text in found]
         said = self.words([self.recipe])
         text = f"no known mistake gives these numbers{size}: {self.where()}; the settings say {said}"
-        if same := self.identified():
+        if same := sorted(self.identified(), key=lambda each: len(self.other_keys(each))):
             text = f"the numbers are those of {self.words(same)}{size}; the settings say {said}"
+            keys = self.other_keys(same[0])
+            return [Finding(recipes.TERMS[keys[0]] if keys else term, "wrong", text)]
         return [Finding("pairs" if self.name == "pairs" else term, "wrong", text)]
+
+    def other_keys(self, recipe: Recipe) -> list[str]:
+        """Return the shown settings in which a recipe differs from the claims."""
+        return [key for key in self.row["shown"] if getattr(recipe, key) != getattr(self.recipe, key)]
 
     def free(self) -> Iterator[Row]:
         """Yield what libraries do differently and claims do not say, so that it is no mistake."""
@@ -184,6 +190,8 @@ class _Stage:
             yield from (("", words, {"empty": key}) for key, words in SETTINGS["empty"][2].items())
         elif self.name == "advantages":
             yield from (("", f"std_eps is {eps}", {"std_eps": eps}) for eps in SETTINGS["std_eps"][2])
+            if self.recipe.whiten in ("tokens", "scale"):
+                yield from (("", f"std is {each}", {"std": each}) for each in SETTINGS["std"][2])
             if self.recipe.whiten != "none":
                 yield "", "the KL of a token counts for this token and those before it", {"to_go": True}
 
@@ -275,13 +283,18 @@ class _Stage:
         if "group" in file:
             sizes["prompts"] = len(file["group"].unique())
         parts = f"not by the {count} micro-batches"
-        known = {f"divided by {k}, {parts}": count / k for k in range(1, 65) if count > 1}
-        for words, size in sizes.items():
-            known[f"multiplied by the {size} {words}"] = size
-            known[f"divided by the {size} {words}"] = 1 / max(size, 1)
+        known = {f"multiplied by the {size} {words}": float(size) for words, size in sizes.items()}
+        known |= {f"divided by the {size} {words}": 1 / max(size, 1) for words, size in sizes.items()}
         longest = int(file.mask.sum(1).max())
         words = f"divided by the longest response ({longest}), not by {self.recipe.max_tokens}"
         known[words] = self.recipe.max_tokens / max(longest, 1)
+        if "prompt_mask" in file:
+            whole = file["prompt_mask"].shape[1] + file.mask.shape[1]
+            words = (
+                f"divided by the {whole} positions of prompt and response, not by {self.recipe.max_tokens}"
+            )
+            known[words] = self.recipe.max_tokens / whole
+        known |= {f"divided by {k}, {parts}": count / k for k in range(1, 65) if count > 1}
         near = [words for words, each in known.items() if abs(value - each) < self.within * abs(value)]
         return f": as if {near[0]}" if near else ""
 

@@ -127,7 +127,11 @@ def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
     if recipe.whiten in ("tokens", "scale"):
-        a = whiten(a, file.get("whiten_mask", file.mask), shift=recipe.whiten == "tokens")
+        where = file.get("whiten_mask", file.mask)
+        a, count = whiten(a, where, shift=recipe.whiten == "tokens"), where.sum()
+        if recipe.std == "biased":
+            mean = selected(a, where).sum() / count
+            a = (a - mean) * (count / (count - 1).clamp(min=1)).sqrt() + mean
     return selected(moved(file, selected(a, file.mask), recipe.after), file.mask)[rows]
 
 
@@ -244,6 +248,9 @@ def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     weights = file.get("weights", torch.ones(()))
     if recipe.detached == "weights":  # the weight has a gradient, too
         weights = file["weights"] * (logprobs - logprobs.detach()).exp()
+    elif recipe.detached == "current weights":
+        found = of_tokens(logprobs, file["behaviour_logprobs"], file.mask, _correction(recipe))
+        weights = found["weights"]
     return recipe.policy_coef * losses * weights
 
 
@@ -394,8 +401,8 @@ def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
 
 Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
 _VIRTUAL = (*TABLE["names"], "trainer_logprobs", "sampler_logprobs")  # a file need not have them
-_TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
-_TERMS |= dict.fromkeys(TABLE["twists"], "loss")
+TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
+TERMS |= dict.fromkeys(TABLE["twists"], "loss")
 _NAMES: dict[str, str] = TABLE["names"]
 # Bounds of the log-ratio as bounds of the ratio
 _IN_LOGS: dict[str, Callable[[float], float]] = {
@@ -418,7 +425,7 @@ def own_rows(path: Path) -> dict[str, list[Row]]:
         got = " ".join(str(error).split())
         raise UserError(f"--mistakes must be a YAML file with rows as {rule}, got {got}") from None
     names = {str(key).split(".")[0] for given in found.values() for *_, change in given for key in change}
-    if unknown := [*(found.keys() - TABLE["stages"].keys()), *(names - _TERMS.keys())]:
+    if unknown := [*(found.keys() - TABLE["stages"].keys()), *(names - TERMS.keys())]:
         raise UserError(f"{path} must have rows as {rule}, got {', '.join(map(str, unknown))}")
     return found
 
@@ -430,12 +437,12 @@ def rows(stage: str, recipe: Recipe) -> Iterator[Row]:
     yield from varied(stage, recipe)
     for family in ("factors", "moves", "shapes", "masks"):
         for name, (form, words) in product(table.get(family, []), TABLE[family]):
-            yield _TERMS[name], f"{_NAMES.get(name, name)} {words}", {name: form and form.format(name)}
+            yield TERMS[name], f"{_NAMES.get(name, name)} {words}", {name: form and form.format(name)}
     for names in table["exchanged"]:
         for a, b in permutations(names, 2):
-            yield _TERMS[a], f"{b} in place of {a}", {a: f"${b}"}
+            yield TERMS[a], f"{b} in place of {a}", {a: f"${b}"}
         for a, b in combinations(names, 2):
-            yield _TERMS[a], f"{a} and {b} are exchanged", {a: f"${b}", b: f"${a}"}
+            yield TERMS[a], f"{a} and {b} are exchanged", {a: f"${b}", b: f"${a}"}
 
 
 def varied(stage: str, recipe: Recipe) -> list[Row]:
@@ -447,7 +454,7 @@ def varied(stage: str, recipe: Recipe) -> list[Row]:
             texts = [f"{k} is {v}, not {getattr(recipe, k)}: {SETTINGS[k][2][v]}" for k, v in change.items()]
             if change and values[0] not in ("given", "gae"):
                 text = "; ".join(each.rstrip(": ") for each in texts)
-                found.append((_TERMS[next(iter(change))], text, change))
+                found.append((TERMS[next(iter(change))], text, change))
     return sorted(found, key=lambda row: len(row[2]))
 
 
@@ -500,6 +507,7 @@ def moved(file: BatchFile, x: Tensor, move: str) -> Any:
         "stride": lambda: torch.arange(rows) // int(x.unique(return_counts=True)[1].max()),
         "neighbours": lambda: torch.arange(rows) // max(1, rows // len(x.unique())),
         "by_micro_batch": lambda: x * len(micro) + micro if len(micro) == rows else None,
+        "by_half": lambda: x * 2 + torch.arange(rows) * 2 // rows,
         "each": lambda: torch.arange(rows),
         "halves": lambda: torch.stack(x.chunk(2), 1).flatten(),
         "halves_of_parts": lambda: _by_part(micro, x, lambda at: torch.stack(x[at].chunk(2), 1).flatten()),

@@ -60,6 +60,28 @@ def test_equal_rewards_whose_mean_float32_rounds_are_no_alarm():
     assert not wrong(tensors, header)
 
 
+def test_only_the_rows_of_a_rank_were_compared():
+    tensors, header = step("grpo", 1)
+    rewards = tensors["rewards"].double()
+    group = torch.arange(len(rewards)) % (len(rewards) // 8)
+    halves = group * 2 + torch.arange(len(rewards)) * 2 // len(rewards)
+    parts = [rewards[halves == each] for each in halves]
+    a = torch.stack([(r - x.mean()) / (x.std() + 1e-4) for r, x in zip(rewards, parts, strict=True)])
+    (row,) = (row for row in TABLE["stages"]["advantages"]["rows"] if "by_half" in str(row[2]))
+    found = wrong(tensors | {"group": group, "advantages": a}, header)
+    assert found[0].term == "advantages" and row[1] in found[0].text
+
+
+def test_tokens_may_be_whitened_by_the_biased_deviation():
+    tensors, header = step("ppo", 1)
+    count = int(tensors["response_mask"].sum())
+    tensors["advantages"] *= (count / (count - 1)) ** 0.5
+    tensors = {name: x for name, x in tensors.items() if name not in ("logprob_grads", "losses")}
+    assert not wrong(tensors, header)
+    tensors["advantages"] *= 1.01
+    assert wrong(tensors, header)
+
+
 @pytest.mark.parametrize("dropped", [True, False])
 def test_rows_without_trained_tokens_may_count_in_the_mean_or_not(dropped):
     tensors, header = step("grpo", 1)

@@ -104,6 +104,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "weights_missing": (["truncate", "sequence_is"], ["correction"]),
     "weights_of_current_policy": (["truncate"], ["correction"]),
     "weights_inverted": (["truncate"], ["correction"]),
+    "weights_of_current_policy_attached": (["truncate"], ["correction"]),
+    "kl_in_loss_too": (["reinforce", "ppo"], ["KL"]),
     "weights_not_capped": (["truncate"], ["correction"]),
     "weights_of_responses": (["truncate"], ["correction"]),
     "rejected_still_count": (["reject"], ["correction", "reduction"]),
@@ -392,7 +394,12 @@ def _loss(
             loss = torch.max(-adv * u, -adv * gap.clamp(-c["clip_low"], c["clip_high"]).exp())
         else:
             loss = torch.max(-adv * u, -adv * u.clamp(low, high))
+        if bug == "weights_of_current_policy_attached":
+            weights = (now.double() - logp["behaviour"]).exp().clamp(max=c["correction"]["cap"])
         loss = c.get("policy_coef", 1.0) * loss * weights[i]
+        if bug == "kl_in_loss_too":
+            k = logp["ref"][i] - x
+            loss = loss + 0.04 * (torch.exp(k) - 1 - k)
         if c["kl_coef"] and c.get("kl_in") != "reward":
             k = (y if bug == "kl_of_old_policy" else x) - logp["ref"][i]
             k = k.square() / 2 if c["kl"] == "k2" else torch.exp(-k) - 1 + k
