@@ -392,7 +392,7 @@ def unfinished(study: Study, space: SearchSpace) -> list[Trial]:
 def to_repeat(trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
     """Return the values of the failed trials that were not repeated."""
     failed = [each.params for each in trials if each.state is TrialState.FAIL and each.params]
-    others = [set(overrides(each.params)) for each in trials if each.state is not TrialState.FAIL]
+    others = {frozenset(overrides(each.params)) for each in trials if each.state is not TrialState.FAIL}
     distinct = {frozenset(overrides(params)): params for params in failed}
     return [params for values, params in distinct.items() if values not in others]
 

@@ -102,14 +102,14 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float, states: Tenso
     return advantages
 
 
-def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, shift: bool = True, correction: int = 1) -> Tensor:
     """Return `x` scaled to unit variance over the elements where `mask` is True; 0 elsewhere.
 
-    The divisor is sqrt(unbiased variance + 1e-8). With `shift`, the mean becomes 0; without, the mean does
-    not change.
+    The divisor is sqrt(variance + 1e-8); the variance is divided by the count less `correction`. With
+    `shift`, the mean becomes 0; without, the mean does not change.
     """
     count = mask.sum()
     mean = selected(x, mask).sum() / count
-    variance = selected((x - mean).square(), mask).sum() / (count - 1).clamp(min=1)
+    variance = selected((x - mean).square(), mask).sum() / (count - correction).clamp(min=1)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
     return selected(white if shift else white + mean, mask)

@@ -127,11 +127,8 @@ def _advantages(file: BatchFile, recipe: Recipe, rows: Tensor | slice) -> Tensor
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
         a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
     if recipe.whiten in ("tokens", "scale"):
-        where = file.get("whiten_mask", file.mask)
-        a, count = whiten(a, where, shift=recipe.whiten == "tokens"), where.sum()
-        if recipe.std == "biased":
-            mean = selected(a, where).sum() / count
-            a = (a - mean) * (count / (count - 1).clamp(min=1)).sqrt() + mean
+        where, free = file.get("whiten_mask", file.mask), 0 if recipe.std == "biased" else 1
+        a = whiten(a, where, shift=recipe.whiten == "tokens", correction=free)
     return selected(moved(file, selected(a, file.mask), recipe.after), file.mask)[rows]
 
 
@@ -246,9 +243,7 @@ def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
         smaller = torch.minimum(-a * log_u.exp(), bound)  # in place of the larger one
         losses = {"inverted": smaller, "attached": bound * logprobs}.get(recipe.surrogate, bound)
     weights = file.get("weights", torch.ones(()))
-    if recipe.detached == "weights":  # the weight has a gradient, too
-        weights = file["weights"] * (logprobs - logprobs.detach()).exp()
-    elif recipe.detached == "current weights":
+    if recipe.detached == "weights":  # those of the current policy, with a gradient
         found = of_tokens(logprobs, file["behaviour_logprobs"], file.mask, _correction(recipe))
         weights = found["weights"]
     return recipe.policy_coef * losses * weights
